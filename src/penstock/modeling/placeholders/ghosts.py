@@ -110,59 +110,51 @@ def replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], n
                 absent.tensor = replacement(absent.tensor)
 
 
-def answer_for_parameters(model: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]) -> None:
-    """Let modules without parameters of their own tell the dtype and the device of those they had.
+def guard_ghosts(model: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]) -> None:
+    """Let ghosts answer the model's own code while `active()` (a forward is run or traced), and refuse other calls.
 
-    Model code asks `next(self.encoder.parameters()).dtype`. While `active()` says so (a forward is run or traced),
-    `parameters()` of a module that has none left gives a placeholder for each, of no storage to speak of, on
-    `device()`. To everybody else it gives none, as before."""
-    for module in model.modules():
-        if isinstance(vars(module).get("parameters"), _Parameters):
-            del module.__dict__["parameters"]
-        if next(module.parameters(), None) is None and next(stripped_tensors(module), None) is not None:
-            module.__dict__["parameters"] = _Parameters(module, active, device)
+    Model code asks `next(self.encoder.parameters()).dtype`: then `parameters()` of a module that has none left gives a
+    placeholder for each, of no storage to speak of, on `device()`; to everybody else none, as before. Calls are refused
+    of what is inside of units, which are intercepted themselves, and of `forward`."""
 
-
-class _Parameters:
-    def __init__(self, module: nn.Module, active: Callable[[], bool], device: Callable[[], torch.device]):
-        self._module, self._active, self._device = module, active, device
-
-    def __call__(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        if self._active():
-            for _, tensor in stripped_tensors(self._module):
-                yield torch.zeros((), dtype=tensor.dtype, device=self._device()).expand(tensor.shape)
+    def parameters(module: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
+        if active():
+            for _, tensor in stripped_tensors(module):
+                yield torch.zeros((), dtype=tensor.dtype, device=device()).expand(tensor.shape)
         else:
-            yield from type(self._module).parameters(self._module, recurse)
+            yield from type(module).parameters(module, recurse)
 
-    def __reduce__(self) -> Any:
-        """A copy or a pickle of the module has the method of its class."""
-        return partial, (nn.Module.parameters, self._module)
+    def forward(name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if not active():
+            raise OnAnotherStage(on_another_stage(name))
+        return _own_forward(module, *args, **kwargs)
 
-
-def refuse_calls(model: nn.Module, active: Callable[[], bool]) -> None:
-    """Let parts of ghosts say whose they are if somebody calls them, unless `active()` (a forward is run or traced).
-    This is for what is inside of units, which are intercepted themselves, and for calls of `forward`."""
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), _Forward):
-            del module.__dict__["forward"]
-        if is_ghost(module) and "forward" not in vars(module) and next(stripped_tensors(module), None) is not None:
-            module.__dict__["forward"] = _Forward(module, name, active)
+        for method in ("parameters", "forward"):
+            if isinstance(vars(module).get(method), _Method):
+                del module.__dict__[method]
+        if next(stripped_tensors(module), None) is None:
+            continue
+        if next(module.parameters(), None) is None:
+            module.__dict__["parameters"] = _Method(parameters, module, nn.Module.parameters)
+        if is_ghost(module) and "forward" not in vars(module):
+            module.__dict__["forward"] = _Method(partial(forward, name), module, _own_forward)
 
 
-class _Forward:
-    def __init__(self, module: nn.Module, name: str, active: Callable[[], bool]):
-        self._module, self._name, self._active = module, name, active
+class _Method:
+    """A method of one module alone. A copy or a pickle of the module has its class's `own`."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module, own: Callable[..., Any]) -> None:
+        self._function, self._module, self._own = function, module, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._active():
-            raise OnAnotherStage(on_another_stage(self._name))
-        return _own_forward(self._module, *args, **kwargs)
+        return self._function(self._module, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return partial, (_own_forward, self._module)
+        return partial, (self._own, self._module)
 
 
-def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _own_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 

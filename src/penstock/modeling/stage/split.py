@@ -18,10 +18,9 @@ from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
-    answer_for_parameters,
+    guard_ghosts,
     is_ghost,
     make_absent_real,
-    refuse_calls,
     restore,
     strip,
 )
@@ -106,10 +105,8 @@ class SplitModel:
         self._guard_ghosts()
 
     def _guard_ghosts(self) -> None:
-        """Let ghosts answer the model's own code while a forward is run or traced, and refuse other calls."""
         interceptor = self._forwards.interceptor
-        answer_for_parameters(self.model, lambda: interceptor.handler is not None, lambda: self.device)
-        refuse_calls(self.model, lambda: interceptor.handler is not None)
+        guard_ghosts(self.model, lambda: interceptor.handler is not None, lambda: self.device)
         mark_states(self.model)
 
     def _place(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
