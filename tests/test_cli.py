@@ -59,13 +59,17 @@ def test_help_explains_the_options_and_shows_an_example(command: str, option: st
 
 
 def small_mamba() -> MambaForCausalLM:
-    return MambaForCausalLM(MambaConfig(num_hidden_layers=4, hidden_size=16, state_size=4, vocab_size=32))
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=16, state_size=4, vocab_size=32))
 
 
-def small_t5() -> T5ForConditionalGeneration:
+def small_t5(layers: int = 4) -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
-        T5Config(num_layers=4, num_decoder_layers=4, d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=32)
+        T5Config(num_layers=layers, num_decoder_layers=layers, d_model=16, d_kv=8, d_ff=32, num_heads=2, vocab_size=32)
     )
+
+
+def smaller_t5() -> T5ForConditionalGeneration:
+    return small_t5(2)
 
 
 def small_mixtral() -> MixtralForCausalLM:
@@ -416,7 +420,7 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
 
 def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:
     arguments = ("--length", 16, "--lora-rank", 4, "--devices", 2)
-    result = run("fit", "test_cli:small_t5", *arguments)
+    result = run("fit", "test_cli:smaller_t5", *arguments)
     assert result.exit_code == 0 and "nf4, LoRA 4" in result.output, result.output
     refused = run("fit", "test_cli:small_mamba", *arguments)
     assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
