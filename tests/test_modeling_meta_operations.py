@@ -141,3 +141,41 @@ def test_shapes_follow_from_known_sizes_and_not_from_what_was_written_over_them(
     found = functions("slicing", (hidden, sizes), {}, known=(1,))
     assert found.leaves[0].shape == tuple(Slicing()(hidden, sizes).shape) and not found.assumed
     assert functions("counting", (hidden, sizes), {}, known=(1,)).assumed
+
+
+class Alternating(torch.nn.Module):
+    """Halves the width where its place in the list is odd, or where it was told to."""
+
+    def __init__(self, layer_idx: int, halves: bool | None = None) -> None:
+        super().__init__()
+        self.layer_idx, self.halves = layer_idx, halves
+        self.runs = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        halves = self.layer_idx % 2 if self.halves is None else self.halves
+        return self.runs(hidden)[..., : 2 if halves else 4]
+
+
+def test_units_that_look_alike_have_their_own_shapes() -> None:
+    hidden = torch.randn(3, 4)
+    by_place = [Alternating(index) for index in range(4)]
+    by_setting = [Alternating(index, halves=index > 2) for index in range(4)]
+    for layers in (by_place, by_setting):
+        functions = shapes.ShapeFunctions({str(index): layer for index, layer in enumerate(layers)})
+        found = [functions(str(index), (hidden,), {}).leaves[0].shape for index in range(4)]
+        assert found == [tuple(layer(hidden).shape) for layer in layers]
+
+
+def test_units_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {str(index): Alternating(index, halves=False) for index in range(3)}
+    layers["wide"] = Alternating(3, halves=False)
+    layers["wide"].runs = torch.nn.Linear(4, 6)
+    runs: list[int] = []
+    forward = Alternating.forward
+    monkeypatch.setattr(
+        Alternating, "forward", lambda self, x: (runs.append(vars(self)["layer_idx"]), forward(self, x))[1]
+    )
+    functions = shapes.ShapeFunctions(layers)
+    for name in layers:
+        functions(name, (torch.randn(3, 4),), {})
+    assert runs == [0, 3]

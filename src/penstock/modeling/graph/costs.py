@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,7 @@ from penstock.modeling.graph.dataflow import ReachedInside, Value
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Untraceable
-from penstock.modeling.graph.units import trace_units
+from penstock.modeling.graph.units import trace_units, without_cache
 
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
 TOKENS = 128
@@ -58,7 +57,7 @@ def unit_costs(
     functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units})
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
-            counted = _counted(model, functions, tokens, arguments)
+            counted = _counted(model, functions, tokens, without_cache(model, arguments))
             costs = [counted[name] for name in units]
             head = head_unit(model, functions.units) if loss_in_chunks else None
             # A forward, and a backward that takes as long as two.
@@ -76,19 +75,14 @@ def _counted(
     model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]
 ) -> dict[str, float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
-    costs = dict.fromkeys(functions.units, 0.0)
-
-    @contextmanager
-    def metered(name: str) -> Iterator[None]:
-        with _Meter() as meter:
-            yield
-        costs[name] += meter.cost
-
-    functions.around = metered
+    functions.meter = _Meter
     try:
         found = trace_units(model, functions, arguments)
     finally:
-        functions.around = None
+        functions.meter = None
+    costs = dict.fromkeys(functions.units, 0.0)
+    for call in found.calls:
+        costs[call.unit] = costs.get(call.unit, 0.0) + call.output.cost
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
     last = found.calls[-1]

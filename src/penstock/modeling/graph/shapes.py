@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
+from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
+
+# Of these arguments all that a shape depends on is in `_shape_key`.
+_SHARED = (torch.Tensor, bool, int, float, str, type(None))
 
 # Stands for a tensor where shape and dtype do not matter.
 SOME_TENSOR = TensorSpec((), torch.float32)
@@ -59,6 +64,7 @@ class OutputShape:
     assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
     stored: tuple[Stored, ...] = ()  # entries that the call makes in mappings among its arguments
+    cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
@@ -104,13 +110,15 @@ class ShapeFunctions:
     """The shape functions of a model's units, owned or ghosts alike: every rank finds the same shapes.
 
     Attributes:
-        around: entered with the unit's name around each run of a copy, if set.
+        meter: makes what each run of a copy is counted by, in its attribute `cost`; None counts nothing.
         hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
         self.units = units
-        self._copies = {name: meta_placeholder(module) for name, module in units.items()}
+        self._copies = {name: _copy_of(module) for name, module in units.items()}
+        # By copy, and by what is alike: the number of the kind.
+        self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
         self.hidden: dict[str, Exception] = {}
         self._assumed: dict[str, int] = {}
@@ -118,18 +126,19 @@ class ShapeFunctions:
         self._asking: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
-        self.around: Callable[[str], AbstractContextManager[None]] | None = None
+        self.meter: Callable[[], Any] | None = None
 
     def renew(self) -> None:
         """Copy the modules again after they were converted to another type."""
-        self._copies = {name: meta_placeholder(module) for name, module in self.units.items()}
+        self._copies = {name: _copy_of(module) for name, module in self.units.items()}
+        self._kinds.clear()
         self._remembered.clear()
 
     def sync(self) -> None:
         """Follow changes of the modules since the copies were made; called before planning."""
         for name, module in self.units.items():
             if sum(1 for _ in module.modules()) != sum(1 for _ in self._copies[name].modules()):
-                self._copies[name] = meta_placeholder(module)  # adapters were put in
+                self._copies[name] = _copy_of(module)  # adapters were put in
         self._remembered.clear()
 
     def assumed_parameters(self, name: str) -> int:
@@ -145,14 +154,19 @@ class ShapeFunctions:
         if name not in self.units:  # a dropout between units, which may run on another stage
             first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
             return OutputShape((_shape_of(first),), flatten(first)[1])
-        lasting = self.around is None and not any(isinstance(leaf, Cache) for leaf in leaves)
-        key = (name, *map(_shape_key, leaves), *lengths(side_outputs()).items())
+        lasting, collected = not any(isinstance(leaf, Cache) for leaf in leaves), lengths(side_outputs())
+        key = (name, *map(_shape_key, leaves), *collected.items())
         if name in self._asking:
             key += tuple(tuple(leaves[index].flatten().tolist()) for index in known)
         remembered = self._remembered.get(key) if lasting else None
         if remembered is not None:
             return remembered
-        asking = name in self._asking
+        # What another unit that is alike has returned, if neither asks where it stands, nor for anything else.
+        plain = not collected and all(isinstance(leaf, _SHARED) for leaf in leaves)
+        shared = (self._kind_of(name), str(spec), *key[1:]) if plain else None
+        if shared is not None and shared in self._remembered:
+            return self._remembered[shared]
+        asking, asked = name in self._asking, _Placed.asked
         found = self._run(name, leaves, spec, known)
         if asking != (name in self._asking):
             return found  # the key did not tell the values yet
@@ -160,7 +174,20 @@ class ShapeFunctions:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = found
+            if shared is not None and asked == _Placed.asked and not asking and name not in self.hidden:
+                self._remembered[shared] = found
         return found
+
+    def _kind_of(self, name: str) -> int:
+        """The same for units that differ in no more than their weights' values and their `layer_idx`."""
+        copied = self._copies[name]
+        if copied not in self._kinds:
+            outline = tuple(
+                (prefix, type(module), *((key, _likeness(key, value)) for key, value in vars(module).items()))
+                for prefix, module in copied.named_modules()
+            )
+            self._kinds[copied] = self._kinds.setdefault(outline, len(self._kinds))
+        return self._kinds[copied]
 
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
         self._assumed[name] = 0
@@ -177,7 +204,7 @@ class ShapeFunctions:
             return found
         self.hidden.setdefault(name, failures[()])
         # Costs are those of the parts that run, and of the parameters of those that cannot.
-        answered = None if self.around is not None else self._answered(name, leaves, spec, str(failures[()]))
+        answered = None if self.meter is not None else self._answered(name, leaves, spec, str(failures[()]))
         return self._assuming(name, leaves, spec) if answered is None else answered
 
     def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
@@ -249,7 +276,7 @@ class ShapeFunctions:
                 RememberedOperations(),
                 KnownValues() if known else nullcontext(),
                 answered or nullcontext(),
-                self.around(name) if self.around else nullcontext(),
+                self.meter() if self.meter else nullcontext() as counted,
             ):
                 output = self._copies[name](*args, **kwargs)
         self._states.update(use.states)
@@ -272,8 +299,45 @@ class ShapeFunctions:
                     stored.append(Stored(position, key, entry_spec))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
-            shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known), tuple(stored)
-        )
+            shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known),
+            tuple(stored), 0.0 if counted is None else counted.cost,
+        )  # fmt: skip
+
+
+class _Placed:
+    """Mixed into the copy of a module that knows its place among others: counts how often its code asks for it."""
+
+    asked = 0
+
+    def _ask(self) -> Any:
+        _Placed.asked += 1
+        return vars(self)["layer_idx"]
+
+    layer_idx = property(_ask, lambda self, value: vars(self).update(layer_idx=value))
+
+
+def _copy_of(module: nn.Module) -> nn.Module:
+    made = meta_placeholder(module)
+    for each in made.modules():
+        if "layer_idx" in vars(each):
+            mix_in(each, _Placed)
+    return made
+
+
+def _likeness(key: str, value: Any) -> Hashable:
+    """What two attributes under one name have in common if a module's code cannot tell them apart."""
+    kind = type(value)
+    if key == "layer_idx" or (kind in (dict, OrderedDict, set) and not value):
+        return None
+    if key == "_modules":
+        return tuple(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.shape, value.stride(), value.dtype
+    if kind in (dict, OrderedDict):
+        return kind, *((name, _likeness("", each)) for name, each in value.items())
+    if kind in (list, tuple):
+        return kind, *(_likeness("", each) for each in value)
+    return (kind, value) if kind in (bool, int, float, str) else id(value)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def traced_units(
     failures = []
     for arguments in dummy_inputs(model) if inputs is None else (inputs,):
         if inputs is None:
-            arguments = _on_device_of(model, arguments)
+            arguments = without_cache(model, _on_device_of(model, arguments))
         try:
             return *_units_for(model, arguments, shape_functions), arguments
         except (Untraceable, NotImplementedError) as error:
@@ -310,6 +310,12 @@ def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mappin
         else:
             place[unit] = (min(following, latest), index)
     return sorted(units, key=place.__getitem__)
+
+
+def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward as in training, which keeps no keys and values."""
+    has_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False, **inputs} if has_cache else dict(inputs)
 
 
 def _on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
