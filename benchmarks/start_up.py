@@ -51,14 +51,14 @@ TIMED = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, nargs="?", help="the checkout of another commit")
+    parser.add_argument("before", type=Path, nargs="*", help="checkouts of other commits")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         print(json.dumps(one_rank()))
         return
-    checkouts = {commit_of(one): one.resolve() for one in (options.before, HERE) if one is not None}
+    checkouts = {commit_of(one): one.resolve() for one in (*options.before, HERE)}
     for one in checkouts.values():
         start(one)  # compiles the modules, as an installation does
     results = interleave({name: partial(start, one) for name, one in checkouts.items()}, options.rounds)
