@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from penstock.data.batch import MicrobatchedBatch, microbatches_of
-from penstock.data.loader import HeterogeneousDataLoader, ReplicaDataLoader, prepare_dataloader
+from penstock.data.loader import HeterogeneousDataLoader, ReplicaDataLoader
 
 SAMPLES = [{"input_ids": [index] * (index % 5 + 1)} for index in range(23)]
 NUMBERS_AND_ONE = [{"input_ids": torch.tensor([index, index])} for index in range(24)]
@@ -258,7 +258,7 @@ def test_samples_that_make_no_batch_are_refused(arguments, error, text):
 )
 def test_replicas_see_every_sample_once_without_repeats(num_samples, replicas, size, shuffle):
     loaders = [
-        prepare_dataloader(NUMBERS_AND_ONE[:num_samples], size, replicas, rank, shuffle=shuffle)
+        ReplicaDataLoader(NUMBERS_AND_ONE[:num_samples], size, replicas, rank, shuffle=shuffle)
         for rank in range(replicas)
     ]
     batches = [list(loader) for loader in loaders]
@@ -275,12 +275,12 @@ def test_a_replica_without_a_sample_gets_a_batch_without_microbatches():
 
 
 def test_replicas_drop_the_last_batch_when_asked_and_resume():
-    loader = prepare_dataloader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
+    loader = ReplicaDataLoader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
     expected = [batch["input_ids"].tolist() for batch in loader]
     assert len(expected) == len(loader) == 3
-    first = prepare_dataloader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
+    first = ReplicaDataLoader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
     next(iter(first))
-    second = prepare_dataloader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
+    second = ReplicaDataLoader(NUMBERS, 2, 3, 1, shuffle=True, drop_last=True)
     second.load_state_dict(first.state_dict())
     assert [batch["input_ids"].tolist() for batch in second] == expected[1:]
 
@@ -288,7 +288,7 @@ def test_replicas_drop_the_last_batch_when_asked_and_resume():
 @pytest.mark.parametrize(("size", "replicas", "rank"), [(0, 1, 0), (1, 0, 0), (1, 2, 2)])
 def test_impossible_replicas_are_refused(size, replicas, rank):
     with pytest.raises(ValueError, match=r"must be at least 1|is not one of"):
-        prepare_dataloader(NUMBERS, size, replicas, rank)
+        ReplicaDataLoader(NUMBERS, size, replicas, rank)
 
 
 def test_a_loop_that_counts_its_batches_comes_to_the_next_epoch_too():

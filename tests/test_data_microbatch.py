@@ -184,9 +184,3 @@ def test_the_models_main_input_tells_the_size():
     assert batch_size_of(batch) == 3
     assert batch_size_of({"values": torch.zeros(5, 2), "pixels": torch.zeros(3, 1)}, "pixels") == 3
     assert batch_size_of({"scale": torch.tensor(2.0), "anything": torch.zeros(5, 2)}) == 5
-
-
-def test_sizes_that_do_not_make_up_the_batch_are_refused():
-    for sizes in ([2, 3], [4, 0], []):
-        with pytest.raises(ValueError, match="do not make up a batch of 4 samples"):
-            split_batch({"input_ids": torch.zeros(4, 2)}, 4, sizes)

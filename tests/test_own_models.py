@@ -277,7 +277,7 @@ def test_the_plugin_takes_samples_along_another_dimension(pool: Pool) -> None:
         for each in (one for one in found if one is not None):
             torch.testing.assert_close(each, own, rtol=EXACT, atol=EXACT)
         assert found[1] is not None
-    with pytest.raises(ValueError, match="batch_dim of 'src' must be a dimension"):
+    with pytest.raises(ValueError, match="batch_dim must be a dict with a dimension"):
         HeterogeneousParallelPlugin(batch_dim={"src": -1})
 
 

@@ -172,7 +172,7 @@ def test_process_groups_have_the_time_limit_asked_for(
 
 def test_the_plugin_sets_the_time_limit_too(pool: Pool) -> None:
     assert pool.run(2, limits, 33.5, None, True, init=False) == [{33.5}] * 2
-    with pytest.raises(ValueError, match="timeout must be positive, got 0"):
+    with pytest.raises(ValueError, match="timeout must be a positive number of seconds, or null, got 0"):
         HeterogeneousParallelPlugin(timeout=0)
 
 

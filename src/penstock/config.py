@@ -78,18 +78,14 @@ class Configuration:
     trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        for key, (is_allowed, expected) in _ALLOWED.items():
-            value = getattr(self, key)
-            if value is None and getattr(type(self), key) is None:  # what is null by default may be null
-                continue
-            if not is_allowed(value):
-                raise _wrong(key, value, expected)
-            object.__setattr__(self, key, _plain(value))
+        for key in _ALLOWED:
+            check_value(key, getattr(self, key), f"{SECTION}.")
+            object.__setattr__(self, key, _plain(getattr(self, key)))
         known = (*schedule_names(), AUTO)
         if not _is_own_schedule(self.schedule) and self.schedule not in known:
             names = ", ".join(f'"{name}"' for name in known)
             hint = _did_you_mean(self.schedule, known)
-            raise _wrong("schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
+            raise _wrong(f"{SECTION}.schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
         if self.micro_batch_size is not None and self.num_microbatches is not None:
             raise ConfigurationError(
                 f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
@@ -169,6 +165,14 @@ class Configuration:
         return configuration
 
 
+def check_value(key: str, value: Any, section: str = "") -> None:
+    """Raise ConfigurationError unless a key of the configuration, other than the schedule, may have this value."""
+    is_allowed, expected = _ALLOWED[key]
+    # What is null by default may be null.
+    if not (value is None and getattr(Configuration, key) is None) and not is_allowed(value):
+        raise _wrong(f"{section}{key}", value, expected)
+
+
 def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that are keys of the configuration; they are taken out."""
     return {field.name: arguments.pop(field.name) for field in fields(Configuration) if field.name in arguments}
@@ -245,7 +249,7 @@ def _is_own_schedule(schedule: object) -> bool:
 
 
 def _wrong(key: str, value: object, expected: str, hint: str = "") -> ConfigurationError:
-    return ConfigurationError(f"{SECTION}.{key} must be {expected}, got {value!r} ({type(value).__name__}){hint}")
+    return ConfigurationError(f"{key} must be {expected}, got {value!r} ({type(value).__name__}){hint}")
 
 
 def _did_you_mean(word: object, known: Collection[str]) -> str:

@@ -162,7 +162,7 @@ class PipelineModel(_Module):
     def prepare_dataloader(self, dataset: Dataset | Sequence[Any], batch_size: int, **options: Any) -> DataLoader:
         """A loader of this pipeline's own batches of `batch_size`: every sample of `dataset` once per epoch over all
         pipelines. `options` are those of torch's `DataLoader`."""
-        loader: DataLoader = room("prepare_dataloader")(
+        loader: DataLoader = room("ReplicaDataLoader")(
             dataset, batch_size, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, **options
         )
         return loader

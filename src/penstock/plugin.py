@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from penstock.config import check_value
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
@@ -116,28 +117,18 @@ class HeterogeneousParallelPlugin:
         room("check_schedule")(schedule)
         self.tp_size = tp_size
         self.microbatch_size = microbatch_size
-        for name, dim in (batch_dim or {}).items():
-            if dim is not None and (type(dim) is not int or dim < 0):
-                raise ValueError(f"batch_dim of {name!r} must be a dimension, counted from 0, or None, got {dim!r}")
+        keys = {"batch_dim": batch_dim, "loss_chunk_tokens": loss_chunk_tokens, "sharded_optimizer": sharded_optimizer}
+        for name, value in {**keys, "patience": patience, "timeout": timeout}.items():
+            check_value(name, value)
         self.batch_dim = batch_dim
-        if loss_chunk_tokens is not None and (type(loss_chunk_tokens) is not int or loss_chunk_tokens < 1):
-            raise ValueError(f"loss_chunk_tokens must be a positive integer or None, got {loss_chunk_tokens!r}")
         if loss_chunk_tokens is not None and tp_size > 1:
             raise ValueError(f"loss_chunk_tokens is for whole heads, and tp_size {tp_size} shards them: leave one out")
         self.loss_chunk_tokens = loss_chunk_tokens
-        if not isinstance(sharded_optimizer, int) or sharded_optimizer < 0:
-            raise ValueError(
-                f"sharded_optimizer must be True, False or how many keep a state, got {sharded_optimizer!r}"
-            )
         self.sharded_optimizer = sharded_optimizer
         self.precision = precision
         self.max_norm = float(max_norm)
         self.schedule = self._schedule = schedule
-        if not patience > 0:
-            raise ValueError(f"patience must be positive, got {patience}")
         self.patience = float(patience)
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
         self.time_limit = None if timeout is None else datetime.timedelta(seconds=timeout)
         # Made in any precision, so that wrong numbers are refused in any.
         self._loss_scale = LossScale(

@@ -8,8 +8,8 @@ from typing import Any
 from penstock.layout.layout import Layout
 
 _ROOMS = {
-    "prepare_dataloader": "penstock.data.loader",
     "HeterogeneousDataLoader": "penstock.data.loader",
+    "ReplicaDataLoader": "penstock.data.loader",
     "check_schedule": "penstock.layout.schedules",
     "schedule_maker": "penstock.layout.schedules",
     "announce": "penstock.layout.announce",

@@ -25,11 +25,8 @@ SMALL_BYTES = 1 << 20
 
 
 class PerMicrobatch(tuple[Any, ...]):
-    """One input of a model, for each microbatch: `batch["input_ids"]` of a `MicrobatchedBatch`.
-
-    A tuple of tensors rather than one tensor, because microbatches may be padded to different lengths.
-    `first_microbatch` is that of its `MicrobatchedBatch`.
-    """
+    """One input of a model, for each microbatch, which may be padded to different lengths: `batch["input_ids"]` of a
+    `MicrobatchedBatch`, whose `first_microbatch` it has."""
 
     first_microbatch: int
 
@@ -113,13 +110,10 @@ def microbatches_of(
     media: MediaTokens | None = None,
     dims: BatchDims = NO_DIMS,
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the microbatches of a model call's keyword arguments, and the number of samples in each.
-
-    Inputs from a `MicrobatchedBatch` keep its microbatches (perhaps none), and other inputs beside them are split to
-    fit. An ordinary batch is split by `microbatch_sizes`; images and other media go with the sample in whose text their
-    tokens stand, if `media` tells these. Raises ValueError and TypeError like `batch_size_of`, `microbatch_sizes`,
-    `split_batch` and `rows_of_media`.
-    """
+    """The microbatches of a model call's keyword arguments, and the number of samples in each. Inputs from a
+    `MicrobatchedBatch` keep its microbatches (perhaps none), and others are split to fit. An ordinary batch is split by
+    `microbatch_sizes`; images and other media go with the sample in whose text their tokens stand, if `media` tells
+    these. Raises what is raised by those that it calls."""
     given = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
     inputs = {name: value if name in given else walkable(name, value) for name, value in inputs.items()}
     if not given:
@@ -171,12 +165,9 @@ def to_device(value: Any, device: torch.device | str | int, non_blocking: bool =
 def place(
     microbatches: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The microbatches with all tensors on `device`, an accelerator, and with what of them is on the host.
-
-    Tensors from the CPU are copied through pinned memory, and the host waits for nothing. Those on the device are
-    copied to the host if they are small and hold integers or booleans (ids, labels, masks): it waits once for all of
-    them. A large one, or one of fractions, is the device's in both results.
-    """
+    """The microbatches with all tensors on `device`, an accelerator, and with what of them is on the host. Tensors from
+    the CPU are copied through pinned memory, and the host waits for nothing. Those on the device are copied to the host
+    if they are small and hold integers or booleans (ids, labels, masks): it waits once for all of them."""
     copies: dict[Any, torch.Tensor] = {}
 
     def to_the_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -240,26 +240,6 @@ class ReplicaDataLoader(HeterogeneousDataLoader):
         return batch.microbatches[0] if batch.microbatches else batch
 
 
-def prepare_dataloader(
-    dataset: Any,
-    batch_size: int,
-    num_replicas: int = 1,
-    rank: int = 0,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_last: bool = False,
-    collate_fn: CollateFunction | None = None,
-    **arguments: Any,
-) -> ReplicaDataLoader:
-    """Return a loader of batches of `batch_size` samples for replica `rank` of `num_replicas` alike.
-
-    All stages of a replica give its rank. See `ReplicaDataLoader` for the last batch and `HeterogeneousDataLoader`
-    for the other arguments, the position and the errors.
-    """
-    options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "collate_fn": collate_fn}
-    return ReplicaDataLoader(dataset, batch_size, num_replicas, rank, **options, **arguments)
-
-
 def _identity(fetched: Any) -> Any:
     return fetched
 

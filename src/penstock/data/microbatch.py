@@ -45,14 +45,11 @@ def microbatch_sizes(
     micro_batch_size: int | None = None,
     default: int | None = None,
 ) -> list[int]:
-    """Split a batch of `batch_size` samples into microbatches; return their sizes, which sum to `batch_size`.
+    """The sizes of the microbatches of a batch of `batch_size` samples.
 
-    `num_microbatches` spreads the remainder over the first ones (10 samples in 4 -> 3, 3, 2, 2).
-    `micro_batch_size` gives full ones and a smaller last (10 samples by 3 -> 3, 3, 3, 1). With neither, as many
-    microbatches as `default` (one if None), but never more than samples.
-
-    Raises ValueError if the batch is empty, a number is below 1, both are given, or `num_microbatches` exceeds the
-    batch.
+    `num_microbatches` spreads the remainder over the first ones (10 samples in 4 -> 3, 3, 2, 2). `micro_batch_size`
+    gives full ones and a smaller last (10 samples by 3 -> 3, 3, 3, 1). With neither, as many microbatches as `default`
+    (one if None), but never more than samples. Raises ValueError for numbers that cannot be.
     """
     if batch_size < 1:
         raise ValueError(f"The batch has {batch_size} samples, so there is nothing to split into microbatches.")
@@ -85,14 +82,11 @@ def batch_size_of(
     media: Collection[str] = (),
     dims: BatchDims = NO_DIMS,
 ) -> int:
-    """Return the number of samples in a batch of model inputs, read from the main input.
-
-    The main input is `main_input_name` (a model's attribute of this name), else the first of `MAIN_INPUTS`, else the
-    first tensor, at last of those inside other inputs. Every other input that by its name has a row per sample (labels,
-    masks, ids), or by `dims`, must agree, except for `media`, which have as many rows as the samples have images, say.
-
-    Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample, or two batch sizes.
-    """
+    """The number of samples in a batch of model inputs, read from the main input: `main_input_name` (a model's
+    attribute of this name), else the first of `MAIN_INPUTS`, else the first tensor, at last of those inside other
+    inputs. Every other input that by its name has a row per sample (labels, masks, ids), or by `dims`, must agree,
+    except for `media`. Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample, or two
+    batch sizes."""
     if not isinstance(inputs, Mapping):
         raise TypeError(f"A batch must be a mapping from input names to tensors, but is a {type(inputs).__name__}.")
     given = {name: value for name, value in inputs.items() if name not in media}
@@ -138,17 +132,11 @@ def split_batch(
 ) -> list[dict[str, Any]]:
     """Split a batch of model inputs into microbatches of the given sizes, in order.
 
-    Tensors with `batch_size` rows are split along dim 0 (views, no copies), also inside tuples, lists, mappings and
-    data classes, and so are lists of `batch_size` mappings (one annotation per sample). `position_ids` of shape (axes,
-    batch, length) are split along dim 1, and others as `dims` say. Everything else is handed to every microbatch as it
-    is.
-
-    `media` says, for some inputs, how many of their rows belong to each sample; a microbatch without any gets None.
-
-    Raises ValueError if the sizes are not positive or do not sum to `batch_size`.
+    Tensors with `batch_size` rows are split (views, no copies), also inside tuples, lists, mappings and data classes,
+    and so are lists of `batch_size` mappings (one annotation per sample). Everything else is handed to every microbatch
+    as it is. `media` says, for some inputs, how many of their rows belong to each sample; a microbatch without any gets
+    None.
     """
-    if sum(sizes) != batch_size or any(size < 1 for size in sizes):
-        raise ValueError(f"Microbatches of sizes {list(sizes)} do not make up a batch of {batch_size} samples.")
     if len(sizes) == 1:
         return [dict(inputs)]
     microbatches: list[dict[str, Any]] = [{} for _ in sizes]

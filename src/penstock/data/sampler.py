@@ -10,13 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """One pipeline's part of one global batch.
-
-    `microbatches` are the indices of its samples; there are none if the global batch has fewer samples than there are
-    pipelines. `num_samples` counts the whole global batch, over all pipelines; `start` is the number of samples of
-    `epoch` before it. `first_sample` is the index of the global batch's first sample, whoever trains on it.
-    `first_microbatch` counts the global batch's microbatches that other pipelines have before this one's.
-    """
+    """One pipeline's part of one global batch of `num_samples`: the indices of its samples, of which there are none if
+    the batch has fewer than there are pipelines. `start`: samples of `epoch` before the batch. `first_sample`: the
+    index of the batch's first one. `first_microbatch`: how many microbatches other pipelines have before this one."""
 
     microbatches: tuple[tuple[int, ...], ...]
     num_samples: int
@@ -29,12 +25,10 @@ class Share:
 def share_sizes(num_samples: int, num_microbatches: Sequence[int], microbatch_size: int) -> list[list[int]]:
     """Return for each pipeline the sizes of its microbatches in a global batch of `num_samples`.
 
-    A full global batch (`sum(num_microbatches) * microbatch_size` samples) gives pipeline k its `num_microbatches[k]`
-    microbatches of `microbatch_size`. A smaller one is split into as few microbatches as hold it, but one per pipeline
-    if there are samples enough, of sizes that differ by at most one. They are given out one at a time, first one
-    each, then to the pipeline that will be the least busy relative to its full share; this minimises the longest
-    pipeline, as times grow with the number of microbatches. With fewer samples than pipelines, the pipelines with the
-    largest shares get one sample each and the others an empty list.
+    A smaller batch than a full one is split into as few microbatches as hold it, but one per pipeline if there are
+    samples enough, of sizes that differ by at most one. They are given out one at a time, first one each, then to the
+    pipeline that will be the least busy relative to its full share, which minimises the longest pipeline. With fewer
+    samples than pipelines, those with the largest shares get one sample each and the others an empty list.
     """
     num_pipelines = len(num_microbatches)
     if num_samples == sum(num_microbatches) * microbatch_size:

@@ -19,14 +19,9 @@ BYTES_KEPT = 3
 
 
 class Owned(NamedTuple):
-    """What is given to owners as a whole.
-
-    Attributes:
-        holders: for each tensor-parallel index the ranks that hold it, ascending. Owners stand at the same place in
-            each, so that the copies which the indices have of one weight get the same sums.
-        num_bytes: what an owner keeps for it.
-        is_trained: what is not comes last.
-    """
+    """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
+    Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
+    `num_bytes`: what an owner keeps for it. What is not trained comes last."""
 
     holders: tuple[tuple[int, ...], ...]
     num_bytes: float
@@ -57,12 +52,8 @@ def choose_owners(parts: Sequence[Owned], used: Sequence[float], copies: int = 1
 def with_owners(
     held: Sequence[HeldParameter], before: Sequence[HeldParameter], context: RankContext, copies: int
 ) -> list[HeldParameter]:
-    """What this rank holds, with owners on which all ranks agree. All ranks call this together.
-
-    Args:
-        before: what it held in this layout until now: the same parameters keep their owners, who have their state.
-        copies: how many owners each has.
-    """
+    """What this rank holds, with `copies` owners each, on which all ranks agree. All ranks call this together. The
+    parameters in `before`, what it held in this layout until now, keep their owners, who have their state."""
     shared = context.groups.reduction
     if not any(len(ranks) > copies for ranks in shared):
         if context.rank == 0:
