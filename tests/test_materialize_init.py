@@ -17,7 +17,7 @@ from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups
-from penstock.tensor_parallel import TensorParallel
+from penstock.tensor_parallel.apply import TensorParallel
 from stage_driver import cut
 from tensor_parallel_ranks import SETTINGS, VOCABULARY
 

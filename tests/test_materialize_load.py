@@ -27,7 +27,8 @@ from penstock.modeling.graph.units import list_units
 from penstock.modeling.weights.initialise import init_stage, meta_model
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups
-from penstock.tensor_parallel import Sharding, TensorParallel
+from penstock.modeling.weights.whole import Sharding
+from penstock.tensor_parallel.apply import TensorParallel
 from penstock.tensor_parallel.loading import ShardKeeper
 from pool import Pool
 from stage_driver import cut

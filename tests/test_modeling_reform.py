@@ -16,7 +16,7 @@ from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.names import alias_groups
-from penstock.tensor_parallel import TensorParallel
+from penstock.tensor_parallel.apply import TensorParallel
 from stage_driver import cut, gradients, largest_difference, split_gradients, step, tied
 
 Ranks = Sequence[Sequence[int]]

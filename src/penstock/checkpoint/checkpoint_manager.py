@@ -17,8 +17,8 @@ from penstock.checkpoint.training_checkpoints import (
     Checkpoint,
     Participants,
     finish_saving,
-    has_checkpoint,
     load_checkpoint,
+    load_if_any,
     save_checkpoint,
 )
 from penstock.checkpoint.untrusted import CheckpointError
@@ -110,10 +110,12 @@ class CheckpointManager:
         """
         if (elastic := self._participants.elastic) is not None:
             return self._resume_elastic(elastic)
-        if not has_checkpoint(self.folder, self._model):
-            return 0
-        self.last = load_checkpoint(self.folder, model=self._model, **self._state)
-        return self.last.step
+        return self._load() or 0
+
+    def _load(self) -> int | None:
+        """The step of what was loaded, if there was anything."""
+        self.last = load_if_any(self.folder, self._model, **self._state)
+        return None if self.last is None else self.last.step
 
     def _resume_elastic(self, run: Any) -> int:
         """As `resume`. A process that joins a run gets its state from the others, and does not load anything."""
@@ -122,13 +124,10 @@ class CheckpointManager:
         def load() -> int | None:
             errors.clear()
             try:
-                if not has_checkpoint(self.folder, self._model):
-                    return None
-                self.last = load_checkpoint(self.folder, model=self._model, **self._state)
+                return self._load()
             except CheckpointError as error:
                 errors.append(error)
                 return None
-            return self.last.step
 
         if not run.joined:
             run.load(load)

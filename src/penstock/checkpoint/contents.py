@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,19 +53,12 @@ _STEP = re.compile(r"step-(\d{8,15})", re.ASCII)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint in a folder.
-
-    Attributes:
-        path: its own folder.
-        step: as its name says; None for a folder that is no step of another.
-        fault: why it cannot be loaded; None if all of its files are there in their sizes.
-        unfinished: whether it has no table of contents: a save was interrupted, or is under way.
-    """
+    """A checkpoint. `step`: as its folder's name says; None for a folder that is no step of another. `fault`: why it
+    cannot be loaded; None if all of its files are there in their sizes."""
 
     path: str
     step: int | None
     fault: str | None
-    unfinished: bool = False
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
@@ -75,13 +67,17 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
-    """The checkpoints in a folder, the newest first; the folder itself if it is one. Raises CheckpointError.
+    """The checkpoints of `folders_in`. Reads tables of contents and sizes. Whether values are those that were saved
+    shows when they are read."""
+    return [_look_at(path, step) for path, step in folders_in(folder)]
 
-    Reads tables of contents and sizes. Whether values are those that were saved shows when they are read.
-    """
+
+def folders_in(folder: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
+    """Where the checkpoints in a folder are, whole or not, and of which step, the newest first; the folder itself if it
+    is one. Raises CheckpointError."""
     folder = os.path.abspath(folder)
-    if kind_of(os.path.join(folder, manifest_name())) is not None:
-        return [_look_at(folder, None)]
+    if has_table(folder):
+        return [(folder, None)]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
     try:
@@ -89,13 +85,18 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
     steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
-    paths = [(step, os.path.join(folder, name)) for step, name in sorted(steps.items(), reverse=True)]
-    return [_look_at(path, step) for step, path in paths if is_directory(path)]
+    paths = [(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
+    return [(path, step) for path, step in paths if is_directory(path)]
+
+
+def has_table(path: str) -> bool:
+    """Whether a checkpoint has a table of contents; else its save was interrupted, or is under way."""
+    return kind_of(os.path.join(path, manifest_name())) is not None
 
 
 def _look_at(path: str, step: int | None) -> Found:
-    if kind_of(os.path.join(path, manifest_name())) is None:
-        return Found(path, step, "it has no table of contents: its save did not finish", unfinished=True)
+    if not has_table(path):
+        return Found(path, step, "it has no table of contents: its save did not finish")
     try:
         whole_manifest(path)
     except (CheckpointError, OSError) as error:
@@ -105,16 +106,14 @@ def _look_at(path: str, step: int | None) -> Found:
 
 def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
     """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
-
-    Only a checkpoint's own files are removed, and its folder if nothing else is in it.
-    """
+    Only a checkpoint's own files are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
-        found = [one for one in find_checkpoints(folder) if one.step is not None]
-        whole = [one for one in found if one.fault is None]
-        if len(whole) < keep_last:
-            return
-        oldest_kept = whole[keep_last - 1].step or 0
-        older = [one.path for one in found if one.step is not None and one.step < oldest_kept]
+        left, older = keep_last, list[str]()
+        for path, step in folders_in(folder):
+            if left == 0:
+                older.append(path)
+            elif step is not None and _look_at(path, step).fault is None:
+                left -= 1
         if older:  # the newer ones' folders are on disk first, should the machine lose power
             flush_file(os.fspath(folder))
         for path in older:
@@ -170,10 +169,8 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
     """What a checkpoint holds, as plain data. `values`: compare every value with its checksum, which reads all files.
     Otherwise only sizes are compared."""
     manifest = whole_manifest(path)
-    reader = CheckpointReader(path, manifest, MODEL)
-    with closing(reader):
-        compared = manifest.files if values else ()
-        faults = [fault for name in compared for fault in _faults_of(path, manifest, reader, name)]
+    reader, compared = CheckpointReader(path, manifest, MODEL), manifest.files if values else ()
+    faults = [fault for name in compared for fault in _faults_of(path, manifest, reader, name)]
     training: dict[str, Any] | None = None
     if any(entry.part == TRAINING for entry in manifest.files.values()):
         try:
@@ -217,7 +214,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
     ties = {name: group for group in manifest.tied for name in group}
     seen = set[str]()
     for name, location in reader.locations.items():
-        if name != location.stored_name or seen & {name, *ties.get(name, ())}:
+        if seen & {name, *ties.get(name, ())}:
             continue
         seen.add(name)
         shape, dtype = reader.whole_shape(name), location.info.dtype
@@ -256,27 +253,20 @@ def merge_checkpoint(
     safe_serialization: bool = True,
     max_shard_size: int | str = "5GB",
 ) -> list[str]:
-    """Make of a parallel checkpoint, or of the newest one in a folder, the folder that `save_pretrained` would write.
+    """Make of a parallel checkpoint, or of the newest one in a folder, the folder that `save_pretrained` would write;
+    of a module that is no model of transformers the file of weights alone, with every name of its `state_dict()`.
+    Returns the names of the files of weights. No more than one of them is in memory at a time.
 
-    No more than one shard is in memory at a time. Values are compared with their checksums as they are read. Of a
-    module that is no model of transformers the folder has the file of weights alone, with every name of its
-    `state_dict()`. Returns the names of the files of weights.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not
-            known here, or `destination` cannot be written. A checkpoint that was there is intact then.
-    """
+    Raises CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not
+    known here, or `destination` cannot be written. A checkpoint that was there is intact then."""
     path, directory = newest_checkpoint(source), os.path.abspath(destination)
     manifest = whole_manifest(path)
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
     model, state = _model_of(path, manifest), _WholeTensors(path, manifest)
     folder = _Merged(model, options, path, state)
-    try:
-        if isinstance(model, PreTrainedModel):
-            _check_complete(path, model, state)
-        Save(folder, directory, SavingRank(0, 1), CheckpointRanks()).run()
-    finally:
-        state.close()
+    if isinstance(model, PreTrainedModel):
+        _check_complete(path, model, state)
+    Save(folder, directory, SavingRank(0, 1), CheckpointRanks()).run()
     return folder.files
 
 
@@ -360,9 +350,6 @@ class _WholeTensors(Mapping[str, torch.Tensor]):
         """A tensor's whole shape, and its dtype."""
         source = self._sources[name]
         return self._reader.whole_shape(source), self._reader.locations[source].info.dtype
-
-    def close(self) -> None:
-        self._reader.close()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         source = self._sources[name]

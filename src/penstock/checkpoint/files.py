@@ -1,9 +1,8 @@
 """One file of tensors: written durably, read lazily, in torch's or in safetensors' format.
 
-safetensors' own writer is as fast by itself. But checksums take another reading of everything after it, and the disk
-waits until the last tensor is in the system's cache. Here one thread writes, a second takes the checksums of what is
-written, and a third has the disk begin; and the next file is begun while the last one's end goes to disk. All three
-release Python's lock, so a step that goes on meanwhile is not held up.
+safetensors' own writer is as fast by itself, but checksums take another reading after it, and the disk waits for the
+last tensor. Here one thread writes, a second takes the checksums, and a third has the disk begin; the next file is
+begun while the last one's end goes to disk. All three release Python's lock, so a step that goes on is not held up.
 
 The format: https://huggingface.co/docs/safetensors, section "Format".
 """
@@ -16,18 +15,16 @@ import json
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import _TYPES, load_file
 
 from .tensors import bytes_of, checksum
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
@@ -37,14 +34,6 @@ SaveFunction = Callable[[Any, str], Any]
 _FLUSHED_AT_ONCE = 4
 # Of an archive of tensors, which has some hundred bytes for each of them there.
 MAX_TABLE = 8 * 1024**2
-
-
-@dataclass(frozen=True)
-class OpenFile:
-    """An open file of tensors. What `read` returns is backed by the file: its pages are read when they are touched."""
-
-    names: frozenset[str]
-    read: Callable[[str], torch.Tensor]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -57,16 +46,9 @@ def write_tensors(
     behind: Behind | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Write tensors to a new file and have them on disk before returning. The format follows from the name.
-
-    Args:
-        tensors: contiguous CPU tensors, as `tensors.to_cpu` makes them.
-        save_function: writes `.bin` files instead of `torch.save`; called with the dictionary and the path.
-        behind: with it, the file is on disk and the sums are there only when this is left.
-        metadata: what else a file of safetensors says.
-
-    Returns the CRC-32 of each tensor's bytes. Raises CheckpointError, whatever went wrong.
-    """
+    """Write tensors, as `tensors.to_cpu` makes them, to a new file, whose format follows from the name, and have them
+    on disk before returning; with `behind` when this is left. `metadata`: what else a file of safetensors says. Returns
+    the CRC-32 of each tensor's bytes, which are there then, too. Raises CheckpointError, whatever went wrong."""
     if behind is None:
         with Behind() as behind:
             return write_tensors(path, tensors, save_function, behind, metadata)
@@ -94,10 +76,8 @@ def write_bytes(path: str, content: bytes) -> None:
 
 @contextmanager
 def writing(path: str, what: str, size: int | None = None) -> Iterator[None]:
-    """Turn what goes wrong while `what`, of `size` bytes, is written to `path` into a CheckpointError.
-
-    It says what the operating system said, and for a disk that may be full what is needed and what is free.
-    """
+    """Turn what goes wrong while `what`, of `size` bytes, is written to `path` into a CheckpointError. It says what the
+    operating system said, and for a disk that may be full what is needed and what is free."""
     try:
         yield
     except CheckpointError:
@@ -158,7 +138,8 @@ def flush_files(paths: Iterable[str]) -> None:
     helper = Helper("flushes", _FLUSHED_AT_ONCE)
     for path in paths:
         helper.do(partial(_flush_named, path))
-    helper.finish()
+    if (error := helper.end()) is not None:
+        raise error
 
 
 def _flush_named(path: str) -> None:
@@ -169,23 +150,13 @@ def _flush_named(path: str) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def open_tensors(path: str, name: str) -> Iterator[OpenFile]:
-    """Open a regular file of tensors, whose `name` in the checkpoint tells the format. No code in it is ever run.
-
-    Raises CheckpointError, naming the path, if it is no whole file of its format.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            if name.endswith(".safetensors"):
-                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-                opened = OpenFile(frozenset(file.keys()), file.get_tensor)
-            else:
-                state = _torch_state(path)
-                opened = OpenFile(frozenset(state), state.__getitem__)
-        except Exception as error:
-            raise cannot_read(path, error) from None
-        yield opened
+def open_tensors(path: str, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a regular file, backed by it: their pages are read when they are touched. Its `name` in the
+    checkpoint tells the format. Raises CheckpointError, naming the path, if it is no whole file of that."""
+    try:
+        return load_file(path) if name.endswith(".safetensors") else _torch_state(path)
+    except Exception as error:
+        raise cannot_read(path, error) from None
 
 
 def _torch_state(path: str) -> dict[str, torch.Tensor]:
@@ -230,10 +201,8 @@ def check_archive(file: BinaryIO, path: str) -> None:
 
 
 def _table_size(file: BinaryIO) -> int:
-    """The bytes of an archive's table of contents, as is said at the end; Python's zipfile reads it whole.
-
-    The last record is 22 bytes. Before it may stand another one, for large archives, of 56 bytes, and 20 that say so.
-    """
+    """The bytes of an archive's table of contents, as is said at the end; Python's zipfile reads it whole. The last
+    record is 22 bytes. Before it may stand another one, for large archives, of 56 bytes, and 20 that say so."""
     file.seek(-min(98, file.seek(0, os.SEEK_END)), os.SEEK_CUR)
     end = file.read().rjust(98, b"\0")
     is_large = end[56:60] == b"PK\6\7"
@@ -259,28 +228,9 @@ def _is_entry(name: Any, value: Any) -> bool:
 # -- safetensors' format -----------------------------------------------------------------------------------------------
 
 # The format's name of each dtype.
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {dtype: name for name, dtype in _TYPES.items()}
 
-# Bytes that are written and summed at once, and after how many the disk is told to begin.
+# Bytes that are written at once, and after how many the disk is told to begin.
 _CHUNK = 1024**2
 _FLUSHED = 32 * _CHUNK
 _ALIGNMENT = 8
@@ -294,8 +244,7 @@ class Behind:
     """What is left to other threads while files are written one after another: checksums, and flushes to disk.
 
     When it is left without an error, all of that is done, and raises here if it has failed. With an error the files are
-    removed: what is said of it may need the room.
-    """
+    removed: what is said of it may need the room."""
 
     def __init__(self) -> None:
         self.sums, self.flushes = Helper("sums"), Helper("flushes")
@@ -317,36 +266,29 @@ class Behind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        whole = False
-        try:
-            if kind is None:
-                self.flushes.finish()
-                self.sums.finish()
-                whole = True
-        finally:
-            self.flushes.end()
-            self.sums.end()
-            for path in () if whole else self._paths:
-                with contextlib.suppress(OSError):
-                    os.remove(path)
-            self._files.close()
+        errors = [error for error in (self.flushes.end(), self.sums.end()) if error is not None]
+        for path in self._paths if errors or kind is not None else ():
+            with contextlib.suppress(OSError):
+                os.remove(path)
+        self._files.close()
+        if errors and kind is None:
+            raise errors[0]
 
 
 def write_safetensors(
     path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told, metadata: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write tensors to a file that is not there yet. It is on disk when `behind` is left. `tensors`: contiguous, on the
-    CPU. Not to be changed until then. `metadata`: what else the file says. Returns the CRC-32 of each tensor's bytes,
-    which are there then, too. Raises ValueError if the format has no such dtype, OSError if it cannot be written."""
+    """See `write_tensors`. Tensors are not to be changed until `behind` is left. Raises ValueError if the format has no
+    such dtype, OSError if it cannot be written."""
     # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     sums: dict[str, int] = {}
     since = 0
     file = behind.open(path)
     _write_all(file, memoryview(_header(tensors, order, metadata)))
+    behind.sums.do(lambda: sums.update((name, checksum(tensor)) for name, tensor in tensors.items()))
     for name in order:
         content = bytes_of(tensors[name])
-        behind.sums.do(partial(_note_checksum, sums, name, content))
         for begin in range(0, len(content), _CHUNK):
             chunk = content[begin : begin + _CHUNK]
             _write_all(file, chunk)
@@ -381,15 +323,10 @@ class Helper:
         except RuntimeError:
             call()
 
-    def finish(self) -> None:
-        """Wait for all calls; raises what the first one that failed has raised."""
-        self.end()
-        for call in self._calls:
-            call.result()
-
-    def end(self) -> None:
-        """Wait for all calls."""
+    def end(self) -> BaseException | None:
+        """Wait for all calls; what the first one that failed has raised."""
         self._pool.shutdown()
+        return next((error for call in self._calls if (error := call.exception())), None)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:
@@ -405,10 +342,3 @@ def _header(tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Map
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _note_checksum(sums: dict[str, int], name: str, content: memoryview) -> None:
-    number = 0
-    for begin in range(0, len(content), _CHUNK):
-        number = zlib.crc32(content[begin : begin + _CHUNK], number)
-    sums[name] = number

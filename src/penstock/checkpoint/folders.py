@@ -8,7 +8,6 @@ Plans are decided on meta tensors from names, shapes and dtypes, by every rank f
 from __future__ import annotations
 
 import json
-import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ from .plan import (
     writers_of,
 )
 from .staging import Replacement, write_index
-from .tensors import DTYPES, TensorInfo, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
+from .tensors import DTYPES, TensorInfo, dtype_name, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
 from .training_state import TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
@@ -90,9 +89,8 @@ class ModelFolder(Folder):
         return write_side_files(self.model, folder), []
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
-        """Plan the checkpoint that `save_pretrained` would write for the unsplit model. Each file is assembled by the
-        rank that holds most of it already. transformers raises RuntimeError if weights are tied that the model does
-        not declare as tied."""
+        """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
+        are tied that the model does not declare as tied."""
         model, options = self.model, self.options
         told: list[dict[str, str]] = [json.loads(report.names[0]) for report in reports if report.names]
         self.metadata = {name: text for one in told for name, text in one.items()}
@@ -154,11 +152,8 @@ class ModelFolder(Folder):
         return None
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
-        """How the staged files become the checkpoint in `directory`.
-
-        transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`,
-        its index. So the new one is put in place first, and then those are removed that come before it in this order.
-        """
+        """transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`,
+        its index. So the new one is put in place first, and then those are removed that come before it."""
         names = {
             extension: weight_file_names(extension, self.options.variant, self.diffusers) for extension in EXTENSIONS
         }
@@ -190,10 +185,8 @@ def _on_meta(source: Source) -> torch.Tensor:
 
 
 def _saved_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """`names` without those that `save_pretrained` leaves out: the ignored ones, and all but one of tied ones.
-
-    A module that is no model of transformers has them all, as its `load_state_dict` asks for them.
-    """
+    """`names` without those that `save_pretrained` leaves out: the ignored ones, and all but one of tied ones. A module
+    that is no model of transformers has them all, as its `load_state_dict` asks for them."""
     if not isinstance(model, PreTrainedModel):
         return list(names)
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -266,8 +259,6 @@ class AdapterFolder(Folder):
 
 
 # -- parallel checkpoints ----------------------------------------------------------------------------------------------
-
-logger = logging.getLogger(__name__)
 
 # What a training state saved on its own has in its files' names, so that it may go to the folder of the model.
 TRAINING_VARIANT = "training"
@@ -350,10 +341,8 @@ class RankFiles(Folder):
         return FilePlan(name, writer, inputs, own, part=part)
 
     def _names_to_write(self, reports: Sequence[SavingReport], writers: Sequence[int]) -> set[str]:
-        """Of the tensors and states that this rank has to write, those that no rank before it writes.
-
-        Of what is sharded, each tensor-parallel rank holds another part.
-        """
+        """Of the tensors and states that this rank has to write, those that no rank before it writes. Of what is
+        sharded, each tensor-parallel rank holds another part."""
         first = first_of_tied(tied_groups(self.model))
         shards = {first.get(name, name) for name in shards_of(self.model)}
 
@@ -378,19 +367,17 @@ class RankFiles(Folder):
             common = FileEntry(TRAINING, *ranks, len(content), checksum=zlib.crc32(content))
             return lambda: common
         tensors = to_cpu(content)
-        first: dict[int, str] = {}
-        stored = {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}
-        aliases = {name: stored_name for name, stored_name in stored.items() if stored_name != name}
-        unique = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
-        written = unique if self.options.safe_serialization else tensors
-        sums = write_tensors(path, written, self.options.save_function, behind)
+        if self.options.safe_serialization:
+            first, stored = first_of_tied(tied_groups(self.model)), dict[str, str]()
+            tensors = {n: one for n, one in tensors.items() if stored.setdefault(first.get(n, n), n) == n}
+        sums = write_tensors(path, tensors, self.options.save_function, behind)
         # Without the tensors, which shall not stay in memory.
-        unsummed = {name: TensorInfo.of(tensor, 0) for name, tensor in unique.items()}
+        known = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
         def entry() -> FileEntry:
-            infos = {name: replace(info, checksum=sums[name]) for name, info in unsummed.items()}
-            return FileEntry(file.part, *ranks, os.path.getsize(path), infos, aliases)
+            infos = {name: TensorInfo(*info, sums[name]) for name, info in known.items()}
+            return FileEntry(file.part, *ranks, os.path.getsize(path), infos)
 
         return entry
 
@@ -405,7 +392,6 @@ class RankFiles(Folder):
             files=dict(entries),
             shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
         )
-        _warn_of_drift(manifest)
         options = self.options
         table = manifest_name(options.variant)
         _, index = weight_file_names(options.extension, options.variant, self.diffusers)
@@ -420,14 +406,3 @@ class RankFiles(Folder):
             names = (name for name in os.listdir(directory) if is_rank_file(name, options.variant))
             old += sorted(name for name in names if name not in entries and is_regular(os.path.join(directory, name)))
         return Replacement(self.sides, starts, entries, old=old)
-
-
-def _warn_of_drift(manifest: Manifest) -> None:
-    """Log a warning if holders of one weight have different values: the first one's will be loaded everywhere."""
-    values: dict[tuple[int, str], TensorInfo] = {}
-    first = first_of_tied(manifest.tied)
-    for entry in sorted(manifest.files.values(), key=lambda entry: entry.stage):
-        for name, info in entry.tensors.items() if entry.part == MODEL else ():
-            key = (entry.tensor_parallel_rank, first.get(name, name))
-            if values.setdefault(key, info) != info:
-                logger.warning("stage %d holds other values of %s than an earlier stage", entry.stage, name)

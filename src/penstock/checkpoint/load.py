@@ -4,11 +4,10 @@ transformers reads once what it would open is checked; and of the folders of ada
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import TypeVar
 
@@ -20,13 +19,13 @@ from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.whole import (
     shards_of,
+    take_shards,
     tensor_parallel_of,
     tensor_parallel_place,
     whole_shape,
     whole_state,
 )
 from penstock.random_state import restored
-from penstock.tensor_parallel import take_shards
 
 from .files import check_archive, open_tensors
 from .manifest import (
@@ -60,45 +59,36 @@ def from_parallelized(
     A rank reads the tensors it holds and no others. Every rank calls this. Raises CheckpointError, on all ranks, if a
     file is missing, truncated or not the one that was saved, or the checkpoint is of another class, or of a model with
     other names or shapes. No rank's model has changed then."""
-    with contextlib.closing(WeightsLoad(model, directory, variant)) as load:
-        world_comm.together(f"checking the files to load {load.directory}", load.check)
-        world_comm.together(f"copying the weights to load {load.directory}", load.apply)
+    directory = os.path.abspath(directory)
+    copy = checked_weights(model, directory, world_comm, variant)
+    world_comm.together(f"copying the weights to load {directory}", copy)
     return model
 
 
-class WeightsLoad:
-    """What `from_parallelized` does on one rank, in two steps: nothing has changed before `apply`."""
+def checked_weights(
+    model: nn.Module, directory: str, world: CheckpointRanks, variant: str | None = None
+) -> Callable[[], None]:
+    """Check on all ranks that a checkpoint is whole and of this model, or raise CheckpointError; what copies its values
+    on this rank."""
+    sources: dict[str, tuple[str, Resharding]] = {}
+    readers, targets = list[CheckpointReader](), _targets(model)
 
-    def __init__(self, model: PreTrainedModel, directory: str | os.PathLike[str], variant: str | None = None) -> None:
-        self.directory = os.path.abspath(directory)
-        self._model = model
-        self._variant = variant
-        self._targets = _targets(model)
-        self._sources: dict[str, tuple[str, Resharding]] = {}
-        self._reader: CheckpointReader | None = None
-
-    def check(self) -> None:
-        """Check that the checkpoint is whole and of this model. Raises CheckpointError."""
-        model, directory = self._model, self.directory
-        manifest = whole_manifest(directory, self._variant, type(model).__name__)
-        self._reader = reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
+    def check() -> None:
+        manifest = whole_manifest(directory, variant, type(model).__name__)
+        readers.append(reader := CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model)))
         every_source, held = _match(model, manifest, reader, directory), shards_of(model)
-        for name in self._targets:
+        for name in targets:
             source = every_source[name]
-            self._sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
-        reader.verify(dict(self._sources.values()))
+            sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
+        reader.verify(dict(sources.values()))
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Copy the values."""
-        assert self._reader is not None
-        for name, target in self._targets.items():
-            target.copy_(self._reader.read(*self._sources[name]))
+    def copy() -> None:
+        for name, target in targets.items():
+            target.copy_(readers[0].read(*sources[name]))
 
-    def close(self) -> None:
-        """Close the files."""
-        if self._reader is not None:
-            self._reader.close()
+    world.together(f"checking the files to load {directory}", check)
+    return copy
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -111,11 +101,8 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
-    """For each name of the unsplit model, the name under which the checkpoint has it.
-
-    All names of a tied weight get that of its first holder, so that its holders end up equal. The whole model is
-    compared, so that every rank finds the same fault.
-    """
+    """For each name of the unsplit model, the name under which the checkpoint has it; of a tied weight that of its
+    first holder. The whole model is compared, so that every rank finds the same fault."""
     whole = of_run(model, whole_state(model))
     found = reader.locations
     sources = {name: name for name in whole if name in found}
@@ -129,33 +116,24 @@ def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direc
         sources.update({name: candidates[0] for name in group if name in whole and candidates})
 
     aliases = {name for group in manifest.tied for name in group}
-    _refuse("lacks tensors of the model", directory, [name for name in whole if name not in sources])
-    _refuse(
-        "has tensors that the model does not have",
-        directory,
-        [name for name in found if name not in whole and name not in aliases],
-    )
-    different = []
+    foreign = [name for name in found if name not in whole and name not in aliases]
+    _refuse(directory, "lacks tensors of the model", [name for name in whole if name not in sources])
+    _refuse(directory, "has tensors that the model does not have", foreign)
+    shapes, types = list[str](), list[str]()
     for name, tensor in whole.items():
         saved, expected = reader.whole_shape(sources[name]), whole_shape(model, name, tensor)
         if saved != expected:
-            different.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
-    _refuse("has tensors of other shapes", directory, different)
-    other = []
-    for name, tensor in whole.items():
-        there, here = found[sources[name]].info.dtype, dtype_name(tensor.dtype)
-        if _sort_of(DTYPES[there]) != _sort_of(tensor.dtype):
-            other.append(f"{name}: {there} in the checkpoint, {here} in the model")
-    _refuse("has tensors of other types", directory, other)
+            shapes.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
+        there, here = found[sources[name]].info.dtype, tensor.dtype
+        # Integers do not become weights.
+        if (DTYPES[there].is_floating_point, DTYPES[there].is_complex) != (here.is_floating_point, here.is_complex):
+            types.append(f"{name}: {there} in the checkpoint, {dtype_name(here)} in the model")
+    _refuse(directory, "has tensors of other shapes", shapes)
+    _refuse(directory, "has tensors of other types", types)
     return sources
 
 
-def _sort_of(dtype: torch.dtype) -> tuple[bool, bool]:
-    """What must agree for values to be converted: integers do not become weights."""
-    return dtype.is_floating_point, dtype.is_complex
-
-
-def _refuse(what: str, directory: str, names: list[str]) -> None:
+def _refuse(directory: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise CheckpointError(f"{directory} {what}: {'; '.join(names[:_SHOWN])}{more}")
@@ -238,22 +216,17 @@ def _of_stages(
 
 
 def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(open_tensors(locate(path), path)) for path in files]
-        read = {name: file.read for file in opened for name in file.names}
-        source = {name: name for name in read}
-        for group in tied_groups(model):  # a file may have one of the names alone
-            source.update((name, one) for one in group if one in read for name in group if name not in read)
-        found = {name: read[source[name]](source[name]) for name in held_state(model) if name in source}
-    whole = whole_state(model)
-    return found, [name for name in whole if name not in source], [name for name in read if name not in whole]
+    read = {name: tensor for path in files for name, tensor in open_tensors(locate(path), path).items()}
+    tensors = dict(read)
+    for group in tied_groups(model):  # a file may have one of the names alone
+        tensors.update((name, read[one]) for one in group if one in read for name in group if name not in read)
+    found, whole = {name: tensors[name] for name in held_state(model) if name in tensors}, whole_state(model)
+    return found, [name for name in whole if name not in tensors], [name for name in read if name not in whole]
 
 
 def check_ordinary(directory: str) -> list[str]:
     """Check what transformers would open in a folder that somebody else may have made; paths of the files of weights.
-
-    Raises CheckpointError for what is no regular file of this folder, leads out of it, or is not what its name says.
-    """
+    Raises CheckpointError for what is no regular file of this folder, leads out of it, or is not what its name says."""
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is no directory")
     for name in sorted(os.listdir(directory)):
@@ -271,9 +244,7 @@ def check_ordinary(directory: str) -> list[str]:
             return [_check_weights(single)]
         if kind_of(index) is not None:
             return _check_index(directory, index, extension)
-    raise CheckpointError(
-        f"{directory} has no weights: no model.safetensors, no pytorch_model.bin, and no index of either"
-    )
+    raise CheckpointError(f"{directory} has no weights: no model.safetensors, no pytorch_model.bin, nor their indices")
 
 
 def _check_index(directory: str, path: str, extension: str) -> list[str]:
@@ -297,8 +268,7 @@ def _check_weights(path: str) -> str:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     if path.endswith(".safetensors"):
-        with open_tensors(found, path):
-            pass
+        open_tensors(found, path)
     elif zipfile.is_zipfile(found):  # files of old versions of torch are none
         with open_plain(path) as file:
             check_archive(file, path)

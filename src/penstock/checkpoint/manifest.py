@@ -1,8 +1,6 @@
 """The files of a checkpoint: their names, and the table of contents of a parallel one, which says which file holds
-which tensor, and how each must look. Nothing under another name is ever removed.
-
-Replacing the table of contents is what makes a new checkpoint the current one (see `staging`), so it names, for every
-file, both the place where it was staged and its final name: a reader takes the first if it is still there.
+which tensor, and how each must look. It names the staging folder, too: a reader takes a file from there while it is
+there (see `staging`). Nothing under another name is ever removed.
 """
 
 from __future__ import annotations
@@ -149,45 +147,31 @@ _Shard = tuple[Annotated[int, (-_MOST, _MOST - 1)], Annotated[int, (1, 2**63 - 1
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file.
-
-    Attributes:
-        part: `"model"` or `"training"`.
-        stage: the pipeline rank that wrote it, under the word that the file has for it. Ranks of other pipelines, which
-            write a part of a divided optimizer's state, are counted on.
-        size: in bytes.
-        tensors: what it holds, by name.
-        aliases: further names of these tensors (tied weights), each with the name it is stored under.
-        checksum: CRC-32 of a file that is read whole and holds no tensors of its own.
-    """
+    """One file."""
 
     part: Annotated[str, STEMS]
+    # The pipeline rank that wrote it. Ranks of other pipelines, which write a part of a divided optimizer's state, are
+    # counted on.
     stage: Place
     tensor_parallel_rank: Place
     size: Count
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
+    # CRC-32 of a file that is read whole and holds no tensors of its own.
     checksum: Checksum | None = None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A parallel checkpoint. The fields have the names that the file has.
-
-    Attributes:
-        num_stages: ranks of the pipeline that wrote it.
-        staging: the folder inside the checkpoint's where its files were written first.
-        tied: names that are one weight.
-        shards: of each tensor that is sharded over the tensor-parallel ranks, the dimension, and the number of fused
-            blocks along it that are each sharded by themselves. Every other tensor is whole in each rank's file.
-    """
+    """A parallel checkpoint. The fields have the names that the file has."""
 
     model_class: str
-    num_stages: _Number
+    num_stages: _Number  # ranks of the pipeline that wrote it
     tensor_parallel_size: _Number
     staging: str
     tied: list[list[str]]
     files: dict[str, FileEntry]
+    # Of each tensor that is sharded over the tensor-parallel ranks, the dimension, and the number of fused blocks along
+    # it that are each sharded by themselves. Every other tensor is whole in each rank's file.
     shards: dict[str, _Shard] = field(default_factory=dict)
 
     def dump(self) -> bytes:
@@ -248,11 +232,8 @@ def _missing(directory: str, path: str) -> str:
     if not os.path.isdir(directory):
         return f"{directory} is no directory"
     found = sorted(name for name in os.listdir(directory) if name.endswith(EXTENSIONS) and name.isprintable())
-    hint = (
-        f", but {', '.join(found[:_SHOWN])}: load an ordinary or merged checkpoint with from_pretrained"
-        if found
-        else ""
-    )
+    others = ", ".join(found[:_SHOWN])
+    hint = f", but {others}: load an ordinary or merged checkpoint with from_pretrained" if found else ""
     return f"{path} is missing: {directory} holds no parallel checkpoint{hint}"
 
 
@@ -273,9 +254,6 @@ def _check(manifest: Manifest, path: str, variant: str | None) -> None:
         if (entry.checksum is None) == (name == common_file_name(variant)):
             expected = "a checksum for the file that every rank reads whole, and for no other"
             raise damaged(path, where, entry, expected)
-        for alias, stored in entry.aliases.items():
-            if stored not in entry.tensors:
-                raise damaged(path, (*where, "aliases", alias), stored, "the name of a tensor in the same file")
         for tensor, info in entry.tensors.items():
             if (needed := math.prod(info.shape) * DTYPES[info.dtype].itemsize) > entry.size or len(info.shape) > _MOST:
                 expected = (

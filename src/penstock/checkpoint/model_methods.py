@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,14 +122,18 @@ def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: st
         from_parallelized(base_of(model), directory, world_comm=comm, variant=variant)
 
 
-def checkpoint_comm(pipeline: Engine) -> CheckpointRanks:
-    """How all ranks talk about checkpoints."""
+def checkpoint_comm(pipeline: Engine | None) -> CheckpointRanks:
+    """How all ranks talk about checkpoints; a single process without a pipeline with nobody."""
+    if pipeline is None:
+        return CheckpointRanks()
     pipeline.refuse_if_over()
     return CheckpointRanks(pipeline.context.groups.world_control, pipeline.board.guard)
 
 
-def saving_rank(pipeline: Engine) -> SavingRank:
+def saving_rank(pipeline: Engine | None) -> SavingRank:
     """Where this rank stands among those that save."""
+    if pipeline is None:
+        return SavingRank(0, 1)
     place = pipeline.place
     return SavingRank(
         place.pipeline_rank,
@@ -237,31 +240,15 @@ def unwrapped(optimizer: Any) -> Optimizer | None:
     return inner
 
 
-@dataclass
-class LossScaleState:
-    """The state of float16's loss scale, which the engine of the optimizer uses as well."""
-
-    optimizer: PipelineOptimizer
-    scale: LossScale
-
-    @classmethod
-    def of(cls, optimizer: Any) -> LossScaleState | None:
-        """None if there is none."""
-        scale = optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
-        return None if scale is None else cls(optimizer, scale)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scale.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale.load_state_dict(state)
-        self.optimizer.pipeline.loss_scale = self.scale.scale
+def loss_scale_of(optimizer: Any) -> LossScale | None:
+    """float16's loss scale, which the engine of the optimizer uses as well; None if there is none."""
+    return optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
 
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
     numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
-    scale, ranks = LossScaleState.of(optimizer), saving_ranks(pipeline)
+    scale, ranks = loss_scale_of(optimizer), saving_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
     with pipeline.saving(Call.SAVE_OPTIMIZER):
@@ -281,8 +268,9 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             variant=TRAINING_VARIANT,
         )
     pipeline.step_number = state.step
-    if (scale := LossScaleState.of(optimizer)) is not None and "loss_scale" in state.extra:
+    if (scale := loss_scale_of(optimizer)) is not None and "loss_scale" in state.extra:
         restore_object(scale, state.extra["loss_scale"], f"the loss scale in {folder}")
+        pipeline.loss_scale = scale.scale
 
 
 def save_lr_scheduler(lr_scheduler: LRScheduler, path: PathLike) -> None:

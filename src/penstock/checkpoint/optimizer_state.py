@@ -22,14 +22,8 @@ from .untrusted import CheckpointError
 
 @dataclass
 class OptimizerState:
-    """What one rank's optimizer holds for the parameters of this rank.
-
-    Attributes:
-        groups: per parameter group its settings.
-        members: per parameter group the names of its parameters.
-        values: per parameter the states that are no tensors.
-        tensors: the others, by `<parameter>//<state>`.
-    """
+    """What one rank's optimizer holds for the parameters of this rank: of each group the settings, and the names of its
+    parameters; of each of these the states that are no tensors; and the others by `<parameter>//<state>`."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
@@ -77,10 +71,8 @@ def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
 
 
 def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here.
-
-    Raises CheckpointError for a parameter that is not the model's, or a state that cannot be saved.
-    """
+    """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here. Raises
+    CheckpointError for a parameter that is not the model's, or a state that cannot be saved."""
     names = logical_names(model)
     found = OptimizerState()
     for group in optimizer.param_groups:
@@ -114,11 +106,9 @@ def restore_optimizer(
     tensors: Iterable[tuple[str, torch.Tensor]],
     kind: str = "another optimizer",
 ) -> None:
-    """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`.
-
-    `groups`, `members` and `values` are of the whole model; `tensors`, of this rank's, are copied one by one.
-    Raises CheckpointError if the parameter groups are not those that were saved, by an optimizer of the class `kind`.
-    """
+    """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`. `groups`,
+    `members` and `values` are of the whole model; `tensors`, of this rank's, are copied one by one. Raises
+    CheckpointError if the parameter groups are not those that were saved, by an optimizer of the class `kind`."""
     names, parameters = logical_names(model), parameters_by_name(model, optimizer)
     saved_groups, keeps = list(groups), keeps_state(model)
     group_of = {name: number for number, group in enumerate(members) for name in group}
@@ -186,10 +176,8 @@ def reshardings_of(
     model: nn.Module, optimizer: Optimizer, manifest: Manifest, saved_shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Resharding]:
     """The saved state tensors of this rank's parameters, and how they are sharded: as the parameter if of its shape.
-
     `saved_shapes` are those of the first tensor-parallel rank of the saving run. Raises CheckpointError if a state of
-    another shape belongs to a parameter that is sharded otherwise than it was.
-    """
+    another shape belongs to a parameter that is sharded otherwise than it was."""
     parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
     found: dict[str, Resharding] = {}
     keeps = keeps_state(model)

@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, NoReturn, cast
 
 import torch
@@ -22,9 +23,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
 from penstock.modeling.weights.names import of_diffusers
-from penstock.modeling.weights.whole import packed_weights, whole_shape
+from penstock.modeling.weights.whole import Sharding, packed_weights, whole_shape
 from penstock.runtime.comm.exchange import Guard, Ranks
-from penstock.tensor_parallel import Sharding
 
 from .files import Behind, SaveFunction, writing
 from .manifest import MODEL, FileEntry, check_variant
@@ -35,15 +35,8 @@ from .untrusted import CheckpointError, Count, describe, typed
 
 @dataclass(frozen=True)
 class SavingRank:
-    """Where a rank that saves stands.
-
-    Attributes:
-        pipeline_rank: its index in its pipeline, which has `num_pipeline_ranks`; it may hold several stages.
-        is_writer: whether this pipeline is the one that writes; replicas hold the same weights and only wait.
-        tensor_parallel_rank: its index among the `tensor_parallel_size` ranks that hold shards of the same stages.
-        pipeline: the index of its pipeline.
-        before: how many ranks of its tensor-parallel rank the pipelines before its own have.
-    """
+    """Where a rank that saves stands. `is_writer`: whether its pipeline is the one that writes; replicas hold the same
+    weights and only wait. `before`: how many ranks of its tensor-parallel rank the pipelines before its own have."""
 
     pipeline_rank: int
     num_pipeline_ranks: int
@@ -97,12 +90,9 @@ class SavingReport:
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
-    places = {rank: report.place for rank, report in enumerate(reports) if report.place.is_writer or report.names}
-
-    def order(rank: int) -> tuple[bool, int, int]:
-        return not places[rank].is_writer, places[rank].number, places[rank].tensor_parallel_rank
-
-    return sorted(places, key=order)
+    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.names]
+    order = attrgetter("place.number", "place.tensor_parallel_rank")
+    return sorted(writers, key=lambda rank: (not reports[rank].place.is_writer, *order(reports[rank])))
 
 
 @dataclass(frozen=True)
@@ -116,16 +106,9 @@ class Source:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of a save, or several that another library writes.
-
-    Attributes:
-        writer: the rank that writes it.
-        inputs: what it is made of that ranks give to the writer, in the order in which they do.
-        own: what else it holds, on the writer.
-        outputs: its tensors' names, where they are not those of what it is made of.
-        part: see `FileEntry`.
-        data: gives the content of a file that is no file of tensors.
-    """
+    """One file of a save, or several that another library writes. `inputs`: what it is made of that ranks give to the
+    `writer`, in this order; `own`: what else it holds there. `outputs`: its tensors' names, where they are not those of
+    what it is made of. `data`: gives the content of a file that is no file of tensors. `part`: see `FileEntry`."""
 
     name: str
     writer: int
@@ -221,11 +204,10 @@ def tell_reports(
 def each_file(
     folder: Folder, reports: Sequence[SavingReport], ranks: CheckpointRanks, do: Callable[[FilePlan, Content], object]
 ) -> None:
-    """Gather the content of each planned file on the rank that writes it, and call `do` with it there.
+    """Gather the content of each planned file on the rank that writes it, one at a time, and call `do` with it there.
 
     Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails goes on taking part in them,
-    so that no other waits for it, and raises at the end. No more than one file is gathered at a time.
-    """
+    so that no other waits for it, and raises at the end."""
     failure: Exception | None = None
     for file in folder.plan(reports, ranks.rank):
         gathered: dict[str, torch.Tensor] = {}
@@ -275,18 +257,9 @@ def _transfer(
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What `save_pretrained`'s arguments mean here.
-
-    Attributes:
-        state_dict: this rank's part of the state to save, under the unsplit names, instead of the model's.
-        save_function: writes `.bin` files; called with a dictionary and a path.
-        safe_serialization: write safetensors. Unlike in transformers 5 the default is False: `.bin` files.
-        variant: `pytorch_model.fp16.bin` instead of `pytorch_model.bin`.
-        max_shard_size: of a merged checkpoint, in bytes or as text (`"5GB"`); the most that any rank gathers at once,
-            a single larger tensor excepted. Per-rank files are never sharded.
-        save_original_format: merged files have the names and shapes of the original checkpoint format, which
-            transformers converts when it loads. Per-rank files always have the model's own.
-    """
+    """What `save_pretrained`'s arguments mean here. `state_dict`: this rank's part, under the unsplit names. Per-rank
+    files are never split by `max_shard_size`, and always have the model's own names and shapes; merged ones with
+    `save_original_format` those of the original checkpoint format, which transformers converts when it loads."""
 
     state_dict: Mapping[str, torch.Tensor] | None = None
     save_function: SaveFunction | None = None
@@ -297,11 +270,8 @@ class SaveOptions:
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any]) -> SaveOptions:
-        """Read the keyword arguments of a call.
-
-        `is_main_process`, `token` and `save_peft_format` are accepted and change nothing: the layout decides who
-        writes, nothing is uploaded, and adapters are refused anyway. Raises TypeError for an unknown argument,
-        ValueError for a value that cannot be honoured."""
+        """Read the keyword arguments of a call. Raises TypeError for an unknown argument, ValueError for a value that
+        cannot be honoured."""
         values = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
         if values.pop("push_to_hub", False):
             raise ValueError(
@@ -323,6 +293,7 @@ class SaveOptions:
         return ".safetensors" if self.safe_serialization else ".bin"
 
 
+# The layout decides who writes, nothing is uploaded, and adapters are refused anyway.
 _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
-from penstock.tensor_parallel import Sharding
+from penstock.modeling.weights.whole import Sharding
 
-from .files import OpenFile, open_tensors
+from .files import open_tensors
 from .manifest import SEPARATOR, Manifest
-from .tensors import TensorInfo
-from .untrusted import CheckpointError, cannot_read
+from .tensors import TensorInfo, checksum
+from .untrusted import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Location:
 
     file_name: str
     pipeline_rank: int
-    stored_name: str
+    name: str
     info: TensorInfo
 
 
@@ -36,10 +35,8 @@ class Resharding:
 
 
 def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
-    """How the saving run had sharded a parameter, of this shape over `count` ranks; None if it was whole.
-
-    Raises CheckpointError if it cannot have been sharded like that.
-    """
+    """How the saving run had sharded a parameter, of this shape over `count` ranks; None if it was whole. Raises
+    CheckpointError if it cannot have been sharded like that."""
     if name not in manifest.shards:
         return None
     dim, blocks = manifest.shards[name]
@@ -54,7 +51,7 @@ def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: i
 class CheckpointReader:
     """The tensors of one part of a checkpoint, in the files of all ranks of the saving run, which open when needed.
     `part`: `manifest.MODEL` or `manifest.TRAINING`. `place`: this rank's index in its tensor-parallel group, and the
-    group's size. `locations`: of each tensor, by each of its names; of a sharded one where the first shard is."""
+    group's size. `locations`: of each tensor; of a sharded one where the first shard is."""
 
     def __init__(self, directory: str, manifest: Manifest, part: str, place: tuple[int, int] = (0, 1)) -> None:
         self._directory = directory
@@ -62,13 +59,8 @@ class CheckpointReader:
         self._place = place
         self._saved_size = manifest.tensor_parallel_size
         self._shards = _locations(manifest, part)
-        self._open: dict[str, OpenFile] = {}
-        self._stack = contextlib.ExitStack()
+        self._open: dict[str, dict[str, torch.Tensor]] = {}
         self.locations = self._shards[0]
-
-    def close(self) -> None:
-        self._open.clear()
-        self._stack.close()
 
     def saved_sharding(self, name: str) -> Sharding | None:
         """How the saving run had sharded a tensor; see the function of this name."""
@@ -89,9 +81,9 @@ class CheckpointReader:
         """Check that a file holds a tensor as it was saved. Reads it once and does not keep it."""
         tensor = self._read(location)
         # The shape first: a small file may claim to hold more than fits into memory.
-        if not location.info.fits(tensor) or TensorInfo.of(tensor) != location.info:
+        if not location.info.fits(tensor) or checksum(tensor) != location.info.checksum:
             raise CheckpointError(
-                f"{self.path_of(location)} is not the file that was saved: {location.stored_name} differs from what "
+                f"{self.path_of(location)} is not the file that was saved: {location.name} differs from what "
                 "the checkpoint's table of contents says"
             )
 
@@ -126,17 +118,10 @@ class CheckpointReader:
 
     def _read(self, location: Location) -> torch.Tensor:
         if location.file_name not in self._open:
-            opened = open_tensors(self.path_of(location), location.file_name)
-            self._open[location.file_name] = self._stack.enter_context(opened)
-        file = self._open[location.file_name]
-        if location.stored_name not in file.names:
-            raise CheckpointError(
-                f"{self.path_of(location)} is not the file that was saved: it has no {location.stored_name}"
-            )
-        try:
-            return file.read(location.stored_name)
-        except Exception as error:
-            raise cannot_read(self.path_of(location), error) from None
+            self._open[location.file_name] = open_tensors(self.path_of(location), location.file_name)
+        if (tensor := self._open[location.file_name].get(location.name)) is None:
+            raise CheckpointError(f"{self.path_of(location)} is not the file that was saved: it has no {location.name}")
+        return tensor
 
     def path_of(self, location: Location) -> str:
         """Where a tensor's file is now."""
@@ -149,9 +134,8 @@ def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
     found: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
     order = attrgetter("stage", "tensor_parallel_rank")
     for file_name, entry in sorted(manifest.files.items(), key=lambda item: order(item[1])):
-        stored = {name: name for name in entry.tensors} | entry.aliases if entry.part == part else {}
-        for name, stored_name in stored.items():
-            location = Location(file_name, entry.stage, stored_name, entry.tensors[stored_name])
+        for name, info in entry.tensors.items() if entry.part == part else ():
+            location = Location(file_name, entry.stage, name, info)
             found[entry.tensor_parallel_rank].setdefault(name, location)
             if name.partition(SEPARATOR)[0] not in manifest.shards:  # whole, whichever of the ranks has written it
                 found[0].setdefault(name, location)

@@ -1,9 +1,9 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
 All kinds of save are one sequence over a plan of files (see `plan`): `Save`. Files may be written while training goes
-on. A thread that wrote and talked to other ranks would need process groups of its own, which end when a rank is lost or
-the program destroys its groups. So the ranks' threads leave word in the staging folder, which all of them see: a small
-file each, which says what was written, or what went wrong. The rank that puts the files in place waits for them.
+on. Threads that talked to other ranks would need process groups of their own, which end when a rank is lost or the
+program destroys its groups. So they leave word in the staging folder, which all ranks see: a small file each. The rank
+that puts the files in place waits for them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from .plan import (
 from .staging import commit, discard, prepare
 from .tensors import once_for_tied
 from .training_state import TrainingState
-from .untrusted import CheckpointError, describe, read_json, typed
+from .untrusted import CheckpointError, read_json, typed
 
 Result = TypeVar("Result")
 Write = Callable[[FilePlan, Content], object]
@@ -60,26 +60,9 @@ def save_parallelized(
     training_state: TrainingState | None = None,
     **save_pretrained_kwargs: Any,
 ) -> None:
-    """Save a split model. Every rank calls this, with the same arguments but for `place`.
-
-    Without merging, each rank of one pipeline writes what it holds to `pytorch_model_tp_<t>_pp_<p>.bin`, and
-    `parallel_checkpoint.json` says what is where. With merging, the folder is what `save_pretrained` would write,
-    loadable by plain transformers; a rank gathers no more than one shard at a time.
-
-    Atomic: see `staging`. If anything fails on any rank, every rank raises and the previous checkpoint is intact.
-
-    Args:
-        save_directory: on a file system that all ranks share.
-        place: where this rank stands.
-        world_comm: all ranks.
-        merge_checkpoints: write one ordinary checkpoint.
-        training_state: saved in the same atomic step (not when merging).
-        save_pretrained_kwargs: see `SaveOptions`.
-
-    Raises:
-        TypeError, ValueError: an argument cannot be honoured.
-        CheckpointError: some rank could not write; names the rank and the path.
-    """
+    """Save a split model: a file for each rank of one pipeline, or with `merge_checkpoints` what `save_pretrained`
+    would write. Every rank calls this, with the same arguments but for `place`; the others are those of `SaveOptions`.
+    Raises TypeError, ValueError, and on all ranks CheckpointError; the previous checkpoint is intact then."""
     options = SaveOptions.parse(save_pretrained_kwargs)
     refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
@@ -99,15 +82,9 @@ def save_checkpoint(
     given_up: Callable[[], str | None] = lambda: None,
     afterwards: Callable[[], None] = lambda: None,
 ) -> PendingSave | None:
-    """Save the model and the training state in safetensors files, each weight and each state of it once.
-
-    Plain transformers loads the folder as it is, unless tensor parallelism has sharded the weights.
-
-    Args:
-        memory: return once everything is copied there. What is under way is to be finished by every rank together.
-        given_up: meanwhile: says why this can come to no end any more.
-        afterwards: called on the rank that puts the files in place, once they are.
-    """
+    """Save the model and the training state in safetensors files, each weight and each state of it once. With `memory`
+    return once everything is copied there; what is under way is to be finished by every rank together, and `given_up`
+    says why it can come to no end any more. `afterwards` is called on the rank that puts the files in place."""
     folder = RankFiles(model, SaveOptions(safe_serialization=True), training_state, once=True)
     save = Save(folder, save_directory, place, world_comm, afterwards)
     if memory is not None:
@@ -136,10 +113,10 @@ class Save:
     def run(self) -> None:
         with self._staged() as (path, reports):
             said = self._together("writing the files", lambda: self._plain_entries(path, reports), self._intact)
-            written = [typed(dict[str, FileEntry], one, f"what rank {rank} wrote") for rank, one in enumerate(said)]
+            entries = dict[str, FileEntry]
             self._together(
                 "putting the files in place",
-                lambda: self._commit(path, written),
+                lambda: self._commit(path, (typed(entries, one, f"what rank {n} wrote") for n, one in enumerate(said))),
                 f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
             )
 
@@ -167,10 +144,9 @@ class Save:
         if self._place not in words:
             return
         try:
-            with leaving_word(path, words[self._place], self._ranks.rank) as word:
-                word.update(self._write(path, lambda write: [write(*one) for one in copies]))
-            if self._place.is_leader:
-                self._commit(path, words_of(path, list(words.values()), given_up))
+            own = os.path.join(path, words[self._place])
+            leave_word(own, lambda: self._write(path, lambda write: [write(*one) for one in copies]))
+            self._commit(path, words_of(path, list(words.values()), given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             if self._place.is_leader:
@@ -219,7 +195,7 @@ class Save:
             every(lambda file, content: entries.update({file.name: self._folder.write(file, content, path, behind)}))
         return {name: entry() for name, entry in entries.items() if entry is not None}
 
-    def _commit(self, path: str, written: Sequence[Mapping[str, FileEntry]]) -> None:
+    def _commit(self, path: str, written: Iterable[Mapping[str, FileEntry]]) -> None:
         if not self._place.is_leader:
             return
         entries = {name: entry for files in written for name, entry in files.items()}
@@ -235,7 +211,7 @@ logger = logging.getLogger(__name__)
 PAUSE = 0.02
 STANDSTILL = 600.0
 
-# Ends the name of an empty file in the place of a word that there was no room for.
+# Ends the name of an empty file, for which there is always room, in the place of a word.
 _FAILED = ".failed"
 
 
@@ -270,9 +246,8 @@ class PendingSave:
     def __init__(self, directory: str, write: Callable[[], None]) -> None:
         self.directory = directory
         self._error: BaseException | None = None
-        self._write: Callable[[], None] | None = write
         # Python waits at its end for threads that are no daemons, whatever they wait for.
-        self._thread = threading.Thread(target=self._run, name="penstock-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=[write], name="penstock-save", daemon=True)
         _pending.add(self)
         self._thread.start()
 
@@ -284,14 +259,11 @@ class PendingSave:
         if error is not None:
             raise error
 
-    def _run(self) -> None:
-        assert self._write is not None
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            self._write()
+            write()
         except BaseException as error:
             self._error = error
-        finally:
-            self._write = None
 
 
 # What nobody has finished yet lives until the program ends.
@@ -324,83 +296,49 @@ def word_name(place: SavingRank) -> str:
     return f"written_tp_{place.tensor_parallel_rank}_pp_{place.number}.json"
 
 
-@dataclass(frozen=True)
-class _Word:
-    """What a rank says: what it has written, or what went wrong."""
-
-    rank: int
-    files: dict[str, FileEntry] = field(default_factory=dict)
-    error: str | None = None
-
-
-@contextlib.contextmanager
-def leaving_word(folder: str, name: str, rank: int) -> Iterator[dict[str, FileEntry]]:
-    """Around the writing of a rank's files: put what was written into what this yields. The word says what went wrong
-    if something does."""
-    files: dict[str, FileEntry] = {}
+def leave_word(path: str, write: Callable[[], dict[str, FileEntry]]) -> None:
+    """Write a rank's files, and leave word of them at `path`, or of a failure, which is raised."""
     try:
-        yield files
-    except Exception as error:
-        try:
-            _leave(folder, name, _Word(rank, error=describe(error)))
-        except Exception:  # there may be no room for it either, but for an empty file
-            with contextlib.suppress(OSError):
-                os.close(os.open(os.path.join(folder, name + _FAILED), os.O_CREAT | os.O_EXCL))
+        word = json.dumps(write(), default=vars).encode()
+        # Read by processes that live, so it need not be on disk.
+        write_bytes(path + ".draft", word)
+        with writing(path, "a small file"):
+            os.replace(path + ".draft", path)
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.close(os.open(path + _FAILED, os.O_CREAT | os.O_EXCL))
         raise
-    _leave(folder, name, _Word(rank, files))
 
 
-def _leave(folder: str, name: str, word: _Word) -> None:
-    path = os.path.join(folder, name)
-    # Read by processes that live, so it need not be on disk.
-    write_bytes(path + ".draft", json.dumps(asdict(word)).encode())
-    with writing(path, "a small file"):
-        os.replace(path + ".draft", path)
-
-
-def words_of(
-    folder: str, names: Sequence[str], given_up: Callable[[], str | None] = lambda: None
-) -> list[dict[str, FileEntry]]:
-    """Wait for the words of these names, and return what each says.
+def words_of(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[dict[str, FileEntry]]:
+    """Wait for the words of these names, and give what each says.
 
     Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
     """
-    found: dict[str, dict[str, FileEntry]] = {}
-    since, seen = time.monotonic(), -1
+    missing, since, seen = set(names), time.monotonic(), -1
     while True:
-        for name in names:
+        for name in sorted(missing):
             path = os.path.join(folder, name)
-            if name not in found and os.path.exists(path):
-                word: _Word = typed(_Word, read_json(path), path)
-                if word.error is not None:
-                    raise CheckpointError(f"rank {word.rank}: {word.error}")
-                found[name] = word.files
+            if os.path.exists(path):
+                missing.remove(name)
+                yield typed(dict[str, FileEntry], read_json(path), path)
             elif os.path.exists(path + _FAILED):
-                raise CheckpointError(
-                    f"the rank that leaves {name} could not write, not even the reason; that rank raises it"
-                )
-        if len(found) == len(names):
-            return [found[name] for name in names]
-        missing = ", ".join(sorted(set(names) - found.keys()))
+                raise CheckpointError(f"the rank that leaves {name} could not write; that rank raises why")
+        if not missing:
+            return
         if (reason := given_up()) is not None:
-            raise CheckpointError(f"{missing} will not be written to {folder}: {reason}")
+            raise CheckpointError(f"{', '.join(missing)} will not be written to {folder}: {reason}")
         size = _size_of(folder)
         if size != seen:
             since, seen = time.monotonic(), size
         elif time.monotonic() - since > STANDSTILL:
             raise CheckpointError(
-                f"{missing} was not written to {folder}, where nothing has changed for {STANDSTILL:g} s"
+                f"{', '.join(missing)} was not written to {folder}, where nothing has changed for {STANDSTILL:g} s"
             )
         time.sleep(PAUSE)
 
 
 def _size_of(folder: str) -> int:
-    """Bytes in a folder's files; -1 if it is gone."""
-    total = 0
-    try:
-        for entry in os.scandir(folder):
-            with contextlib.suppress(FileNotFoundError):
-                total += entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        return -1
-    return total
+    with contextlib.suppress(OSError):  # it, or a file in it, is gone
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+    return -1

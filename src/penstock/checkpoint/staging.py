@@ -1,19 +1,17 @@
 """Replacing a checkpoint so that a kill at any moment leaves a whole one: the previous or the new.
 
 A checkpoint is several files under fixed names, in a folder that may hold the user's files too. Exchanging whole
-folders is not atomic on most shared file systems and would lose files that appear meanwhile, and renaming the files one
-by one mixes two checkpoints if it is interrupted. So:
+folders would lose those, and renaming the files one by one mixes two checkpoints if it is interrupted. So:
 
 1. Everything is written to a staging folder *inside* the checkpoint's (the same file system), and is on disk before the
-   next step. Until here the previous checkpoint is untouched.
+   next step.
 2. What readers start from (the table of contents, the index, or the single file of weights) is replaced in one atomic
    step. A table or an index names the files where they are staged, and readers find them there.
-3. The files are put in their places, and the index is made to name them there. Files of earlier checkpoints and the
-   staging folder are removed.
+3. The files are put in their places, and the index is made to name them there. Files of earlier checkpoints, which are
+   known by their names, and the staging folder are removed.
 
-A kill leaves a staging folder behind. If the folder's own table of contents or index refers to it, that says all that
-step 3 needs, so the next save does it; if not, it removes the staging folder. Files of earlier checkpoints are known by
-their names. Two jobs that save into one folder at the same time are not kept apart.
+A kill leaves a staging folder behind. The next save does step 3 if the folder's own table of contents or index refers
+to it, and removes it. Two jobs that save into one folder at the same time are not kept apart.
 
 Somebody else may have made the folder. So only regular files are moved, from the staging folder to the same name
 beside it, and only under the names that a save gives the files of weights and states.
@@ -40,39 +38,32 @@ from .manifest import (
     variant_of_manifest,
     weight_file_names,
 )
-from .untrusted import CheckpointError, is_directory, kind_of, read_json, typed
+from .untrusted import CheckpointError, is_directory, is_regular, kind_of, read_json, typed
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """How staged files become the checkpoint.
+    """How staged files become the checkpoint."""
 
-    Attributes:
-        sides: small files beside the weights, put in place first. A configuration that changed is the one thing that is
-            not atomic with the rest; it is only seen when another model, or a resized one, is saved into a folder.
-        starts: what readers start from, by its final name, each with its name in the staging folder.
-        files: those that these refer to.
-        hiding: files that readers would start from before `starts`, the one in use until now last.
-        old: files of earlier checkpoints that nothing refers to any more.
-    """
-
+    # Small files beside the weights, put in place first. A configuration that changed is the one thing that is not
+    # atomic with the rest; it is only seen when another model, or a resized one, is saved into a folder.
     sides: Sequence[str]
+    # What readers start from, by its final name, each with its name in the staging folder; and the files they name.
     starts: Mapping[str, str]
     files: Collection[str] = ()
+    # Files that readers would start from before `starts`, the one in use until now last.
     hiding: Sequence[str] = ()
+    # Files of earlier checkpoints that nothing refers to any more.
     old: Sequence[str] = ()
 
 
 def prepare(directory: str) -> str:
-    """Make the checkpoint's folder and a staging folder in it, after tidying up behind an interrupted save.
-
-    Returns the staging folder's name, relative to `directory`. Raises CheckpointError.
-    """
+    """Make the checkpoint's folder and a staging folder in it, whose name is returned, after tidying up behind an
+    interrupted save. Raises CheckpointError."""
     with writing(directory, "the checkpoint's folder"):
         os.makedirs(directory, exist_ok=True)
     for name in sorted(os.listdir(directory)):
         if STAGING.fullmatch(name) and is_directory(os.path.join(directory, name)):
-            _finish_index(directory, name)
             _put_in_place(directory, name, *_referred_to(directory, name))
             _remove_staging(os.path.join(directory, name))
     staging = f".saving-{uuid.uuid4().hex}"
@@ -89,10 +80,8 @@ def discard(directory: str, staging: str) -> None:
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:
-    """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is.
-
-    If it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here.
-    """
+    """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is. If
+    it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
     for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
         found = kind_of(path)
@@ -115,23 +104,6 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
         _remove(os.path.join(directory, name))
     _remove_staging(folder)
     flush_file(directory)
-
-
-def _finish_index(directory: str, staging: str) -> None:
-    """If a table of contents was replaced and the index that goes with it was not, replace the index too: plain
-    transformers would read the new files by the old one."""
-    staged = os.path.join(directory, staging, STAGED_INDEX)
-    for name in sorted(os.listdir(directory)) if kind_of(staged) == "a regular file" else ():
-        is_manifest, variant = variant_of_manifest(name)
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
-            if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
-                places = set(read_index(staged).values())
-                if places <= {f"{staging}/{file}" for file in manifest.files}:
-                    extension = os.path.splitext(next(iter(places)))[1]
-                    index = weight_file_names(extension, variant, is_diffusers(directory))[1]
-                    _replace(staged, os.path.join(directory, index))
-                    flush_file(directory)
-                    return
 
 
 def _put_in_place(directory: str, staging: str, files: Collection[str], indices: Sequence[str]) -> None:
@@ -211,21 +183,32 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
     """The staged files that tables of contents and indices in a folder refer to, and the names of such indices. What
     cannot be read refers to nothing: no reader can start from it."""
     files, indices = set[str](), list[str]()
-    # Tables of contents first.
-    for name in sorted(os.listdir(directory), key=lambda name: not variant_of_manifest(name)[0]):
+    for name in sorted(os.listdir(directory)):
+        is_manifest, variant = variant_of_manifest(name)
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            is_manifest, variant = variant_of_manifest(name)
             if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
                 files.update(manifest.files)
-            extension, variant, diffusers = variant_of_index(name)
-            if extension is None:
-                continue
-            places = set(read_index(os.path.join(directory, name)).values())
+                _finish_index(directory, staging, manifest.files, variant)
+    for name in sorted(os.listdir(directory)):
+        extension, variant, diffusers = variant_of_index(name)
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            places = read_index(os.path.join(directory, name)).values() if extension is not None else ()
             own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
-            if own and all(file in files or is_shard(file, extension, variant, diffusers) for file in own):
+            if own and all(file in files or is_shard(file, str(extension), variant, diffusers) for file in own):
                 files |= own
                 indices.append(name)
     return files, indices
+
+
+def _finish_index(directory: str, staging: str, files: Collection[str], variant: str | None) -> None:
+    """If a table of contents was replaced and the index that goes with it was not, replace the index too: plain
+    transformers would read the new files by the old one."""
+    staged = os.path.join(directory, staging, STAGED_INDEX)
+    places = set(read_index(staged).values()) if is_regular(staged) else set()
+    if places and places <= {f"{staging}/{file}" for file in files}:
+        extension = os.path.splitext(places.pop())[1]
+        _replace(staged, os.path.join(directory, weight_file_names(extension, variant, is_diffusers(directory))[1]))
+        flush_file(directory)
 
 
 def _remove_staging(folder: str) -> None:

@@ -30,11 +30,6 @@ class TensorInfo:
     dtype: Annotated[str, DTYPES]
     checksum: Checksum
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor, known: int | None = None) -> TensorInfo:
-        """The description of a CPU tensor, whose checksum may be known already."""
-        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor) if known is None else known)
-
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this shape and dtype."""
         return tuple(tensor.shape) == self.shape and dtype_name(tensor.dtype) == self.dtype
@@ -57,9 +52,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers this rank holds, under their names in the unsplit model, or `state_dict`.
-
-    Raises CheckpointError if there is something that is no dense tensor.
-    """
+    Raises CheckpointError if there is something that is no dense tensor."""
     state = model.state_dict() if state_dict is None else state_dict
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
@@ -88,10 +81,8 @@ def of_run(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, tor
 
 
 def to_cpu(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` on the CPU, each tensor contiguous and in memory of its own size; tied names share one tensor.
-
-    A file format that stores whole memory blocks would otherwise write the block around a view.
-    """
+    """`state` on the CPU, each tensor contiguous and in memory of its own size, as a file format may store whole memory
+    blocks; tied names share one tensor."""
 
     def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
         moved = tensor.cpu().contiguous()
@@ -115,10 +106,8 @@ def once_for_tied(
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
-    """Names of the unsplit model that are one weight. Sorted, so that any layout names a group alike.
-
-    What was tied when the model was split, whatever it declares; buffers, and models that were not split, go by that.
-    """
+    """Names of the unsplit model that are one weight. Sorted, so that any layout names a group alike. What was tied
+    when the model was split, whatever it declares; buffers, and models that were not split, go by that."""
     aliases = known_of(model).aliases
     known = {name for names in aliases for name in names}
     groups: dict[str, set[str]] = {names[0]: set(names) for names in aliases if len(names) > 1}

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
-from penstock.checkpoint.load import WeightsLoad
-from penstock.checkpoint.model_methods import LossScaleState, checkpoint_comm, saving_rank, unwrapped
-from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.contents import folders_in, has_table, remove_older, step_folder
+from penstock.checkpoint.load import checked_weights
+from penstock.checkpoint.model_methods import checkpoint_comm, loss_scale_of, saving_rank, unwrapped
+from penstock.checkpoint.plan import CheckpointRanks
 from penstock.checkpoint.save import HostMemory, PendingSave
 from penstock.checkpoint.save import save_checkpoint as save_to
-from penstock.checkpoint.training_state import LOSS_SCALE, Run, TrainingState, TrainingStateLoad
+from penstock.checkpoint.training_state import LOSS_SCALE, Run, TrainingState, TrainingStateLoad, undone_if_it_fails
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
@@ -132,7 +132,7 @@ def save_checkpoint(
             model,
             path,
             state,
-            place=run.place,
+            place=saving_rank(run.engine),
             world_comm=world,
             memory=saver.memory if asynchronous else None,
             given_up=run.lost,
@@ -169,19 +169,32 @@ def load_checkpoint(
         CheckpointError: there is none that can be loaded; says why of each. Nothing has changed then.
         PipelineFailure: a rank was lost.
     """
+    objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
+    if (loaded := load_if_any(folder, model, which, optimizer, **objects)) is None:
+        wanted = "whole checkpoint" if which == LATEST else f"checkpoint of step {which}"
+        folder = os.path.abspath(folder)
+        raise CheckpointError(f"{folder} holds no {wanted}" if os.path.isdir(folder) else f"{folder} is no directory")
+    return loaded
+
+
+def load_if_any(
+    folder: PathLike, model: PreTrainedModel, which: str | int = LATEST, optimizer: Any = None, **objects: Any
+) -> Checkpoint | None:
+    """As `load_checkpoint`; None if there is nothing that it would try to load, as the first rank sees it. Checkpoints
+    whose save did not finish do not count."""
     model = base_of(model)
     run = Participants(model)
     if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
         raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
-    state = TrainingState(
-        unwrapped(optimizer),
-        _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
-    )
+    state = TrainingState(unwrapped(optimizer), _objects(optimizer, **objects))
     with run.loading():
         world = run.comm()
         _saver_of(model).finish(world)
         loaded = _load_newest(os.path.abspath(folder), which, model, state, run, world)
-    run.advise(folder)
+    if loaded is not None:
+        run.advise(folder)
+        if (scale := loss_scale_of(optimizer)) is not None and run.engine is not None:
+            run.engine.loss_scale = scale.scale
     return loaded
 
 
@@ -197,29 +210,7 @@ def finish_saving(model: PreTrainedModel) -> None:
         saver.finish(run.comm())
 
 
-def has_checkpoint(folder: PathLike, model: PreTrainedModel) -> bool:
-    """Whether `folder` holds anything that `load_checkpoint` would try to load, as the first rank sees it.
-
-    Checkpoints whose save did not finish do not count. Every rank calls it.
-    """
-    run = Participants(base_of(model))
-    with run.loading():
-        return bool(_candidates(os.path.abspath(folder), LATEST, run.comm()))
-
-
 # -- loading -----------------------------------------------------------------------------------------------------------
-
-
-def _candidates(folder: str, which: str | int, world: CheckpointRanks) -> list[tuple[str, str | None]]:
-    """Paths of checkpoints, the newest first, and what is wrong with each as far as the first rank sees."""
-
-    def look() -> list[tuple[str, str | None]]:
-        if world.rank or not os.path.isdir(folder):
-            return []
-        found = find_checkpoints(folder)
-        return [(one.path, one.fault) for one in found if not one.unfinished and which in (LATEST, one.step)]
-
-    return world.together(f"looking for checkpoints to load from {folder}", look)[0]
 
 
 def _load_newest(
@@ -229,22 +220,23 @@ def _load_newest(
     state: TrainingState,
     run: Participants,
     world: CheckpointRanks,
-) -> Checkpoint:
+) -> Checkpoint | None:
     damaged: dict[str, str] = {}
-    for path, fault in _candidates(folder, which, world):
-        weights, training = WeightsLoad(model, path), TrainingStateLoad(model, path, state, world, run.place.pipeline)
-        with closing(weights), closing(training):
-            try:
-                if fault is not None:
-                    raise CheckpointError(fault)
-                world.together(f"checking the weights to load {path}", weights.check)
-                training.check_together()
-            except CheckpointError as error:
-                damaged[path] = str(error)
-                continue
-            with training.undone_if_it_fails():
-                world.together(f"restoring the training state to load {path}", training.apply)
-                world.together(f"copying the weights to load {path}", weights.apply)
+
+    def look() -> list[str]:
+        found = [] if world.rank or not os.path.isdir(folder) else folders_in(folder)
+        return [path for path, step in found if which in (LATEST, step) and has_table(path)]
+
+    for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
+        try:
+            copy_weights = checked_weights(model, path, world)
+            training = TrainingStateLoad(model, path, state, world, saving_rank(run.engine).pipeline)
+        except CheckpointError as error:
+            damaged[path] = str(error)
+            continue
+        with undone_if_it_fails(state):
+            world.together(f"restoring the training state to load {path}", training.apply)
+            world.together(f"copying the weights to load {path}", copy_weights)
         for other, reason in damaged.items() if world.rank == 0 else ():
             logger.warning("passed over the checkpoint %s: %s", other, reason)
         found = training.result()
@@ -253,8 +245,7 @@ def _load_newest(
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be loaded: {reasons}")
-    wanted = "no whole checkpoint" if which == LATEST else f"no checkpoint of step {which}"
-    raise CheckpointError(f"{folder} holds {wanted}" if os.path.isdir(folder) else f"{folder} is no directory")
+    return None
 
 
 # -- who takes part ----------------------------------------------------------------------------------------------------
@@ -287,16 +278,12 @@ class Participants:
             return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
     def comm(self) -> CheckpointRanks:
-        return CheckpointRanks() if self.engine is None else checkpoint_comm(self.engine)
+        return checkpoint_comm(self.engine)
 
     @property
     def elastic(self) -> Any:
         """The elastic run that they are part of, or None."""
         return None if self.engine is None else self.engine.run
-
-    @property
-    def place(self) -> SavingRank:
-        return SavingRank(0, 1) if self.engine is None else saving_rank(self.engine)
 
     def warn_of_gradients(self, optimizer: Optimizer | None) -> None:
         """Warn if there are gradients that no step of the optimizer has used: a save leaves them out. An elastic run
@@ -375,6 +362,6 @@ def _objects(optimizer: Any, **given: Any) -> dict[str, Any]:
                 else "give it state_dict() and load_state_dict(), or save its values with extra={...}"
             )
             raise TypeError(f"{name} cannot be saved or loaded: a {type(value).__name__} has no state; {advice}")
-    if (scale := LossScaleState.of(optimizer)) is not None:
+    if (scale := loss_scale_of(optimizer)) is not None:
         objects[LOSS_SCALE] = scale
     return objects

@@ -11,7 +11,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,16 +52,9 @@ class Run:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a run beside its model.
-
-    Attributes:
-        optimizer: over this rank's parameters; it may also hold those of other stages that were emptied.
-        objects: anything else with `state_dict()` and `load_state_dict()` that is the same on all ranks: learning-rate
-            schedulers, a GradScaler, a data loader.
-        step: how many steps were done.
-        extra: values of your own, of simple types or tensors, the same on all ranks.
-        run: what decides the run's dropout: its seed, and how many training steps were begun.
-    """
+    """The state of a run beside its model. `optimizer`: over this rank's parameters; it may also hold those of other
+    stages that were emptied. `objects`, with `state_dict()` and `load_state_dict()`, and the values in `extra` are the
+    same on all ranks."""
 
     optimizer: Optimizer | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -109,10 +102,8 @@ def common_content(
     reports: Sequence[TrainingReport],
     pipeline: Sequence[TrainingReport],
 ) -> bytes:
-    """The file that every rank reads whole, from the reports of all ranks, and of those that write.
-
-    Raises CheckpointError if something in the state could only be loaded by running code.
-    """
+    """The file that every rank reads whole, from the reports of all ranks, and of those that write. Raises
+    CheckpointError if something in the state could only be loaded by running code."""
     members: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
     for report in pipeline:
@@ -145,47 +136,37 @@ def load_training_state(
     pipeline: int = 0,
 ) -> TrainingState:
     """Load a training state into the objects of `state`, which is returned with the saved numbers, on any layout.
-
-    Each rank's random generators continue where they were if the ranks are spread over pipelines as in the saving run;
-    otherwise those of a pipeline continue as its first rank's, or the first of all if there was no such pipeline.
     Raises CheckpointError if a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
-    something of its state cannot be sharded for another tensor-parallel size."""
-    with contextlib.closing(TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)) as load:
-        load.check_together()
-        with load.undone_if_it_fails():
-            world_comm.together(f"restoring the training state to load {load.directory}", load.apply)
-        return load.result()
+    something of its state cannot be sharded for another tensor-parallel size. Nothing has changed then."""
+    directory = os.path.abspath(directory)
+    load = TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)
+    with undone_if_it_fails(state):
+        world_comm.together(f"restoring the training state to load {directory}", load.apply)
+    return load.result()
 
 
 class TrainingStateLoad:
-    """What `load_training_state` does on one rank, in two steps: nothing has changed before `apply`."""
+    """What `load_training_state` does on one rank, which checks with all others that the state is whole and fits, or
+    raises CheckpointError. Nothing has changed before `apply`."""
 
     def __init__(
         self,
         model: nn.Module,
-        directory: str | os.PathLike[str],
+        directory: str,
         state: TrainingState,
         world: CheckpointRanks,
         pipeline: int = 0,
         variant: str | None = None,
     ) -> None:
-        self.directory = os.path.abspath(directory)
-        self._world, self._pipeline = world, pipeline
-        # Of each rank its pipeline, and the parameters in its optimizer.
-        self._held: list[tuple[int, list[str]]] = []
+        self._model, self._directory, self._state = model, directory, state
+        self._world, self._pipeline, self._variant = world, pipeline, variant
         self._random: dict[int, dict[str, Any]] = {}
-        self._model = model
-        self._state = state
-        self._variant = variant
-        self._reader: CheckpointReader | None = None
         self._mine: dict[str, Resharding] = {}
-
-    def check_together(self) -> None:
-        """On all ranks: check that the training state is whole and fits; raises CheckpointError."""
-        self._held = self._world.together(f"checking the training state to load {self.directory}", self._check)
+        # Of each rank its pipeline, and the parameters in its optimizer.
+        self._held = world.together(f"checking the training state to load {directory}", self._check)
 
     def _check(self) -> tuple[int, list[str]]:
-        model, directory, state = self._model, self.directory, self._state
+        model, directory, state = self._model, self._directory, self._state
         manifest = whole_manifest(directory, self._variant, type(model).__name__)
         self._common = common = read_common(manifest, directory)
         if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
@@ -209,12 +190,10 @@ class TrainingStateLoad:
         """Give everything its saved state."""
         common, state = self._common, self._state
         if state.optimizer is not None:
-            assert self._reader is not None
-            reader = self._reader
             saved = {name for group in common.members for name in group}
             if lost := sorted(saved - {name for _, names in self._held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, reader.read(key, sharding)) for key, sharding in self._mine.items())
+            tensors = ((key, self._reader.read(key, sharding)) for key, sharding in self._mine.items())
             groups = (common.groups or [], common.members, common.values)
             kind = common.optimizer or "another optimizer"
             restore_optimizer(self._model, state.optimizer, *groups, tensors, kind)
@@ -222,42 +201,35 @@ class TrainingStateLoad:
                 parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
             if name in common.objects:
-                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self.directory}")
+                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self._directory}")
+        # On another layout those of a pipeline go on as its first rank's, or the first of all if there was none such.
         alike = common.pipelines == [pipeline for pipeline, _ in self._held]
         first = next(iter(self._random))
         restore_random_state(self._random[self._world.rank if alike else first])
 
-    @contextlib.contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        """Around `apply`, here and elsewhere: everything is put back as it was."""
-        state, random = self._state, capture_random_state()
-        # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
-        optimizer = None if state.optimizer is None else state.optimizer.state_dict()
-        groups = [] if state.optimizer is None else state.optimizer.param_groups
-        gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-        objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in state.objects.items()}
-        try:
-            yield
-        except BaseException:
-            if state.optimizer is not None and optimizer is not None:
-                state.optimizer.load_state_dict(optimizer)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for name, stateful in state.objects.items():
-                with contextlib.suppress(Exception):  # it cannot even take its own state
-                    stateful.load_state_dict(objects[name])
-            restore_random_state(random)
-            raise
-
     def result(self) -> TrainingState:
         """The state with the saved numbers."""
-        common, state = self._common, self._state
-        return TrainingState(state.optimizer, state.objects, common.step, common.extra, common.run)
+        return replace(self._state, step=self._common.step, extra=self._common.extra, run=self._common.run)
 
-    def close(self) -> None:
-        """Close the files."""
-        if self._reader is not None:
-            self._reader.close()
+
+@contextlib.contextmanager
+def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
+    """Around `apply`, here and elsewhere: everything is put back as it was."""
+    random, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
+    # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
+    before: list[tuple[Any, Any]] = [(one, one.state_dict()) for one in optimizers]
+    before += [(one, copy.deepcopy(one.state_dict())) for one in state.objects.values()]
+    gradients = [(one, one.grad) for each in optimizers for group in each.param_groups for one in group["params"]]
+    try:
+        yield
+    except BaseException:
+        for one, content in before:
+            with contextlib.suppress(Exception):  # it cannot even take its own state
+                one.load_state_dict(content)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        restore_random_state(random)
+        raise
 
 
 def read_common(manifest: Manifest, directory: str) -> Common:
@@ -341,11 +313,9 @@ def _class_of(scheduler: LRScheduler) -> str:
 
 
 def restore_object(stateful: Any, content: Any, what: str) -> None:
-    """Give an object the state that was saved for it, or raise CheckpointError.
-
-    A learning-rate scheduler takes whatever names it is given as its attributes: its own methods' names too, and those
-    of a scheduler of another class. That is refused.
-    """
+    """Give an object the state that was saved for it, or raise CheckpointError. A learning-rate scheduler takes
+    whatever names it is given as its attributes: its own methods' names too, and those of another class. That is
+    refused."""
     if isinstance(stateful, LRScheduler):
         content = typed(dict[str, Any], content, what)
         if _CLASS in content:
@@ -373,15 +343,10 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
         with writing(path, "plain data", len(data)):
             os.makedirs(folder, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.remove(draft)  # of a save that was killed
-            try:
-                write_bytes(draft, data)
-                flush_file(draft)
-                os.replace(draft, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(draft)
-                raise
+                os.remove(draft)  # of a save that was killed, or failed
+            write_bytes(draft, data)
+            flush_file(draft)
+            os.replace(draft, path)
             flush_file(folder)
 
     world_comm.together(f"writing the file to save {path}", write, f"what was in {path} before is intact")

@@ -48,10 +48,8 @@ def refused_global(error: Exception) -> str | None:
 
 
 def cannot_read(path: str, error: Exception) -> CheckpointError:
-    """The error for a file that another library could not read. Chain it with `from None`.
-
-    torch advises to load what its unpickler refuses with `weights_only=False`, which would run the code in it.
-    """
+    """The error for a file that another library could not read. Chain it with `from None`: torch advises to load what
+    its unpickler refuses with `weights_only=False`, which would run the code in it."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, pickle.UnpicklingError):
@@ -96,11 +94,9 @@ def is_directory(path: str) -> bool:
 
 
 def locate(path: str) -> str:
-    """The regular file that `path` stands for: itself, or what a link leads to within the same folder.
-
-    Links of a hub's cache, from `snapshots/<revision>/` to `blobs/` beside it, are followed too. Raises
-    FileNotFoundError if nothing is there, CheckpointError if it is no regular file, or a link out of its folder.
-    """
+    """The regular file that `path` stands for: itself, or what a link leads to within the same folder, or in a hub's
+    cache from `snapshots/<revision>/` to `blobs/` beside it. Raises FileNotFoundError if nothing is there,
+    CheckpointError if it is no regular file, or a link out of its folder."""
     kind = kind_of(path)
     if kind is None:
         raise FileNotFoundError(2, os.strerror(2), path)
@@ -133,10 +129,8 @@ def open_plain(path: str) -> BinaryIO:
 
 
 def read_json(path: str) -> Any:
-    """The content of a JSON file, which is then taken as what it shall be by `typed`.
-
-    Raises FileNotFoundError, or CheckpointError if it cannot be read or is not strict JSON with each key once.
-    """
+    """The content of a JSON file, which is then taken as what it shall be by `typed`. Raises FileNotFoundError, or
+    CheckpointError if it cannot be read or is not strict JSON with each key once."""
     try:
         with open_plain(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:

@@ -3,19 +3,6 @@
 What the shards need of each other goes through a `Region`.
 """
 
-from penstock.modeling.weights.whole import Sharding, leave_shards, take_shards
-from penstock.tensor_parallel.apply import TensorParallel
-from penstock.tensor_parallel.plans import TensorParallelPlan, plan_of, register_tensor_parallel_plan
-from penstock.tensor_parallel.region import Collectives, Region
+from penstock.tensor_parallel.plans import TensorParallelPlan, register_tensor_parallel_plan
 
-__all__ = [
-    "Collectives",
-    "Region",
-    "Sharding",
-    "TensorParallel",
-    "TensorParallelPlan",
-    "leave_shards",
-    "plan_of",
-    "register_tensor_parallel_plan",
-    "take_shards",
-]
+__all__ = ["TensorParallelPlan", "register_tensor_parallel_plan"]

@@ -1,8 +1,7 @@
 """Dropout of activations that are shards: what the unsplit model would drop, not the same on every rank.
 
-Between a column-wise and a row-wise layer a rank has the activations of its own heads or features. The random
-generators stand alike on all ranks, so a mask drawn for the shard would be the same for unlike heads. The mask is drawn
-for the whole instead, and this rank takes its shard: the same random numbers are used as without tensor parallelism.
+The random generators stand alike on all ranks, so a mask drawn for a shard would be the same for unlike heads. It is
+drawn for the whole instead, and this rank takes its shard: the same random numbers as without tensor parallelism.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Initialising and loading weights of which a rank keeps a shard: each is whole only while it is written.
 
-What initialises a weight writes all of it, may correct a part right after (the row of a padding token), and may come
-back to write all of it again. So one weight at a time is held whole, from its first write to the first write to
-another; then its shard is taken. In the model it stays a meta tensor of its whole shape.
+What initialises a weight writes all of it, may correct a part right after (the row of a padding token), and may write
+all of it again. So one weight at a time is held whole, until another is written; in the model it stays a meta tensor.
 """
 
 from __future__ import annotations
