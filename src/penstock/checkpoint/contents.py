@@ -108,8 +108,8 @@ def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
     """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
     Only a checkpoint's own files are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
-        left, older = keep_last, list[str]()
-        for path, step in folders_in(folder):
+        left, older, found = keep_last, list[str](), folders_in(folder)
+        for path, step in found if len(found) > keep_last else ():
             if left == 0:
                 older.append(path)
             elif step is not None and _look_at(path, step).fault is None:

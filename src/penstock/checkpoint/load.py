@@ -60,22 +60,23 @@ def from_parallelized(
     file is missing, truncated or not the one that was saved, or the checkpoint is of another class, or of a model with
     other names or shapes. No rank's model has changed then."""
     directory = os.path.abspath(directory)
-    copy = checked_weights(model, directory, world_comm, variant)
+    copy, _ = checked_weights(model, directory, world_comm, variant)
     world_comm.together(f"copying the weights to load {directory}", copy)
     return model
 
 
 def checked_weights(
     model: nn.Module, directory: str, world: CheckpointRanks, variant: str | None = None
-) -> Callable[[], None]:
+) -> tuple[Callable[[], None], Manifest]:
     """Check on all ranks that a checkpoint is whole and of this model, or raise CheckpointError; what copies its values
-    on this rank."""
+    on this rank, and its table of contents."""
     sources: dict[str, tuple[str, Resharding]] = {}
-    readers, targets = list[CheckpointReader](), _targets(model)
+    readers, targets = list[tuple[CheckpointReader, Manifest]](), _targets(model)
 
     def check() -> None:
         manifest = whole_manifest(directory, variant, type(model).__name__)
-        readers.append(reader := CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model)))
+        reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
+        readers.append((reader, manifest))
         every_source, held = _match(model, manifest, reader, directory), shards_of(model)
         for name in targets:
             source = every_source[name]
@@ -85,10 +86,11 @@ def checked_weights(
     @torch.no_grad()
     def copy() -> None:
         for name, target in targets.items():
-            target.copy_(readers[0].read(*sources[name]))
+            target.copy_(reader.read(*sources[name]))
 
     world.together(f"checking the files to load {directory}", check)
-    return copy
+    ((reader, manifest),) = readers
+    return copy, manifest
 
 
 def _targets(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -186,7 +185,10 @@ class Save:
 
     def _plain_entries(self, path: str, reports: list[SavingReport]) -> dict[str, Any]:
         entries = self._write(path, lambda write: each_file(self._folder, reports, self._ranks, write))
-        return {name: asdict(entry) for name, entry in entries.items()}
+        return {
+            name: vars(entry) | {"tensors": {key: vars(info) for key, info in entry.tensors.items()}}
+            for name, entry in entries.items()
+        }
 
     def _write(self, path: str, every: Callable[[Write], object]) -> dict[str, FileEntry]:
         """Write the files that `every` calls its argument with; what they hold, once all are on disk."""

@@ -229,8 +229,8 @@ def _load_newest(
 
     for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
         try:
-            copy_weights = checked_weights(model, path, world)
-            training = TrainingStateLoad(model, path, state, world, saving_rank(run.engine).pipeline)
+            copy_weights, manifest = checked_weights(model, path, world)
+            training = TrainingStateLoad(model, path, state, world, saving_rank(run.engine).pipeline, manifest=manifest)
         except CheckpointError as error:
             damaged[path] = str(error)
             continue

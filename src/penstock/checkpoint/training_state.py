@@ -157,9 +157,10 @@ class TrainingStateLoad:
         world: CheckpointRanks,
         pipeline: int = 0,
         variant: str | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self._model, self._directory, self._state = model, directory, state
-        self._world, self._pipeline, self._variant = world, pipeline, variant
+        self._world, self._pipeline, self._variant, self._manifest = world, pipeline, variant, manifest
         self._random: dict[int, dict[str, Any]] = {}
         self._mine: dict[str, Resharding] = {}
         # Of each rank its pipeline, and the parameters in its optimizer.
@@ -167,7 +168,7 @@ class TrainingStateLoad:
 
     def _check(self) -> tuple[int, list[str]]:
         model, directory, state = self._model, self._directory, self._state
-        manifest = whole_manifest(directory, self._variant, type(model).__name__)
+        manifest = self._manifest or whole_manifest(directory, self._variant, type(model).__name__)
         self._common = common = read_common(manifest, directory)
         if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
