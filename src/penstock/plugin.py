@@ -131,15 +131,8 @@ class HeterogeneousParallelPlugin:
         self.patience = float(patience)
         self.time_limit = None if timeout is None else datetime.timedelta(seconds=timeout)
         # Made in any precision, so that wrong numbers are refused in any.
-        self._loss_scale = LossScale(
-            scale=float(initial_scale),
-            min_scale=min_scale,
-            max_scale=max_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-        )
+        growing = growth_factor, backoff_factor, growth_interval, hysteresis
+        self._loss_scale = LossScale(float(initial_scale), min_scale, max_scale, *growing)
         if elastic is not None:
             room("check_elastic")(elastic, global_batch_size, microbatch_size)
         elif global_batch_size is not None:
@@ -400,20 +393,11 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        names: tuple[str, ...] = (
-            "tp_size",
-            "microbatch_size",
-            "precision",
-            "max_norm",
-            "batch_dim",
-            "loss_chunk_tokens",
-            "sharded_optimizer",
-        )
-        if self.elastic is not None:
-            facts = {f"the plugin's {name}": getattr(self, name) for name in (*names, "schedule")}
-            return facts | self._also_alike
-        names = (*names, "pipelines", "num_microbatches")
+        names = ["tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens"]
+        names += ["sharded_optimizer", *(["pipelines", "num_microbatches"] if self.elastic is None else ["schedule"])]
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
+        if self.elastic is not None:
+            return facts | self._also_alike
         return {**facts, "the pipelines' schedules": [room("summary")(schedule) for schedule in self._schedules]}
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
