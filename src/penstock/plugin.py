@@ -118,8 +118,8 @@ class HeterogeneousParallelPlugin:
         self.tp_size = tp_size
         self.microbatch_size = microbatch_size
         keys = {"batch_dim": batch_dim, "loss_chunk_tokens": loss_chunk_tokens, "sharded_optimizer": sharded_optimizer}
-        for name, value in {**keys, "patience": patience, "timeout": timeout}.items():
-            check_value(name, value)
+        for key, given in {**keys, "patience": patience, "timeout": timeout}.items():
+            check_value(key, given)
         self.batch_dim = batch_dim
         if loss_chunk_tokens is not None and tp_size > 1:
             raise ValueError(f"loss_chunk_tokens is for whole heads, and tp_size {tp_size} shards them: leave one out")
