@@ -62,9 +62,7 @@ def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[fl
     return pool.run(num_ranks(BEFORE), run, BEFORE, str(folder), range(2))[0], folder
 
 
-@pytest.mark.parametrize(
-    ("after", "shard", "schedule"), [("1x2,1x3", True, "1f1b"), (BEFORE, False, "1f1b"), (BEFORE, False, "zb-v")]
-)
+@pytest.mark.parametrize(("after", "shard", "schedule"), [("1x2,1x3", True, "1f1b"), (BEFORE, False, "zb-v")])
 def test_a_run_goes_on_also_on_other_pipelines(
     pool: Pool, whole: tuple[list[float], Path], tmp_path: Path, after: str, shard: bool, schedule: str
 ) -> None:

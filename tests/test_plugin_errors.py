@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hetero import batch_size, make_plugin, pad, samples
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineFailure, PipelineTemplate
 from penstock.layout.pipelines import parse_pipelines
 from pool import Pool, WorkerDied
+from training import in_turn
 
 MODULES = ["embedding", "h.0", "h.1", "head"]
 ONE = PipelineTemplate("gpt2", [MODULES])
@@ -278,18 +280,16 @@ def configure_differently(what: str) -> str:
     return ""
 
 
-def test_another_order_of_entries_is_no_difference(pool: Pool) -> None:
-    assert pool.run(2, configure_differently, "nothing") == ["", ""]
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("model", "n_positions is 64 on rank 0 and 80 on rank 1"),
-        ("max_norm", "max_norm is 0.0 on rank 0 and 1.0 on rank 1"),
-        ("microbatches", r"num_microbatches is (2,) on rank 0 and (3,) on rank 1"),
-    ],
-)
-def test_ranks_that_were_given_different_things_all_say_so(pool: Pool, what: str, words: str) -> None:
-    for message in pool.run(2, configure_differently, what):
-        assert "the ranks were given different models" in message and words in message
+def test_ranks_that_were_given_different_things_all_say_so(pool: Pool) -> None:
+    """Another order of entries is no difference."""
+    words = {
+        "model": "n_positions is 64 on rank 0 and 80 on rank 1",
+        "max_norm": "max_norm is 0.0 on rank 0 and 1.0 on rank 1",
+        "microbatches": "num_microbatches is (2,) on rank 0 and (3,) on rank 1",
+    }
+    for *messages, alike in pool.run(
+        2, in_turn, [partial(configure_differently, what) for what in (*words, "nothing")]
+    ):
+        assert alike == ""
+        for message, expected in zip(messages, words.values(), strict=True):
+            assert "the ranks were given different models" in message and expected in message
