@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,6 +37,13 @@ LONGEST = (
 def pytest_configure(config: pytest.Config) -> None:
     """`pytest -n 2 --dist loadfile` hands files out in the order of collection, not those with the most tests first."""
     config.option.loadscopereorder = False
+    zygote.started = getattr(config, "workerinput", {}).get("zygotes")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """With `-n`, all sessions share the zygotes of the process that starts them."""
+    node.workerinput["zygotes"] = zygote.start()
 
 
 @pytest.hookimpl(trylast=True)

@@ -22,9 +22,8 @@ TOLERANCE = 1e-8  # double precision, but TRL divides its counts in single
 SMALL: dict[str, Any] = {"eval_steps": 2, "settings": {"num_hidden_layers": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "adapters": {"packing": False, "lora": True, **SMALL},
-    "packed": {"packing": True, "eval_packing": True, **SMALL},
+    "packed, in chunks": {"packing": True, "eval_packing": True, "parallelism": {"loss_chunk_tokens": 7}, **SMALL},
     "packed adapters": {"packing": True, "lora": True, **SMALL},
-    "chunks": {"packing": True, "parallelism": {"loss_chunk_tokens": 7}, **SMALL},
     "smoothing": {"packing": False, "label_smoothing_factor": 0.1, **SMALL},
 }
 LOGGED = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "weights"}
@@ -32,7 +31,7 @@ LOGGED = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy"
 
 @pytest.mark.parametrize(
     ("stages", "cases"),
-    [(2, ["adapters", "packed", "chunks", "smoothing"]), (1, ["packed adapters", "smoothing"])],
+    [(2, ["adapters", "packed, in chunks", "smoothing"]), (1, ["packed adapters", "smoothing"])],
     ids=["stages", "pipelines"],
 )
 def test_fine_tuning_is_the_same_with_and_without_pipelines(
@@ -51,7 +50,7 @@ def test_fine_tuning_is_the_same_with_and_without_pipelines(
             rough = [] if case != "smoothing" else [*found]
             assert not {n: v for n, v in found.items() if v > (1e-6 if n in ("loss", *rough) else TOLERANCE)}, case
     if stages > 1:
-        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "packed/final")
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "packed, in chunks/final")
         PeftModel.from_pretrained(whole, tmp_path / "adapters/final")
 
 

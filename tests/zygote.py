@@ -1,4 +1,4 @@
-"""Python processes without their start-up: forks of two processes that have imported torch, transformers and penstock.
+"""Python processes without their start-up: forks of two processes that have imported torch, penstock and TRL.
 
 A Python process takes seconds of imports before its first line runs, and a test session starts hundreds of them. Here
 a zygote imports once and forks. ``fork()`` gives a process (forked.py) in place of ``subprocess.Popen``, and
@@ -54,6 +54,8 @@ PRELOADED = (
     "penstock.booster",
     "pytest",
     "training",
+    "peft",
+    "trl.trainer.sft_trainer",
 )
 # Variables with these beginnings may have been read while those modules were imported...
 READ_AT_IMPORT = (
@@ -90,12 +92,18 @@ def environment() -> dict[str, str]:
 # ---------------------------------------------------------------- the session's side
 
 
+# What `start` returned in the process that has started this one, if that was to be.
+started: tuple[list[str], str] | None = None
+
+
 @functools.cache
-def start() -> tuple[list[str], Path]:
+def start() -> tuple[list[str], str]:
     """Start the zygotes, once: their addresses, and the folder with their logs and the program that stands in.
 
     Returns before they have imported everything: who asks them for a fork waits for it.
     """
+    if started is not None:
+        return started
     folder = Path(tempfile.mkdtemp(prefix="penstock-zygote-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     addresses = []
@@ -111,7 +119,7 @@ def start() -> tuple[list[str], Path]:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[listener.fileno()],
-                env=environment(),
+                env=environment() | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},  # pyarrow's only thread
                 start_new_session=True,
             )
         atexit.register(_end, zygote)
@@ -119,7 +127,7 @@ def start() -> tuple[list[str], Path]:
     words = [sys.executable, "-SE", str(Path(__file__).with_name("forked.py")), ",".join(addresses)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
-    return addresses, folder
+    return addresses, str(folder)
 
 
 def _end(zygote: subprocess.Popen[bytes]) -> None:
@@ -134,13 +142,13 @@ def fork(number: int, arguments: list[str], files: list[int], env: dict[str, str
     try:
         return Process(addresses[number % NUM_ZYGOTES], arguments, env, cwd or os.getcwd(), files)
     except (OSError, Refused) as error:
-        log = (folder / f"{number % NUM_ZYGOTES}.log").read_text(errors="replace")[-6000:]
+        log = Path(folder, f"{number % NUM_ZYGOTES}.log").read_text(errors="replace")[-6000:]
         raise RuntimeError(f"no fork for {shlex.join(arguments)}: {error!r}; the zygote printed:\n{log}") from error
 
 
 def executable() -> str:
     """A program that stands in for this Python interpreter; see forked.py."""
-    return str(start()[1] / "python")
+    return os.path.join(start()[1], "python")
 
 
 # ---------------------------------------------------------------- the zygote's side
