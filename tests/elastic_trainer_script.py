@@ -24,6 +24,7 @@ from elastic_script import ACTIONS, GLOBAL_BATCH, MICROBATCH, Noting, Samples
 from families import FAMILIES
 from penstock import Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.integrations.transformers import PipelineTrainer
+from penstock.runtime.failures import ring
 from training import kept_in_double
 
 
@@ -46,6 +47,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
     note = Noting(Path(folder) / (f"{os.getpid()}.jsonl" if own else "undisturbed.jsonl"))
     plugin: Any = None
     if store:
+        ring.NEWS_SECONDS = 1.0  # who is lost while a ring forms never comes
         templates = [PipelineTemplate(type(model).__name__, stages) for stages in json.loads(os.environ["TEMPLATES"])]
         elastic = Elastic(store, start=start, templates=templates, copies=2)
         plugin = HeterogeneousParallelPlugin(
