@@ -96,7 +96,7 @@ def find_splits(
         for counts, added in successors.items():
             rests = [(*counts[:k], counts[k] - 1, *counts[k + 1 :]) for k in added]
             alternatives = [(*stages[k], *best[rest]) for k, rest in zip(added, rests, strict=True)]
-            found = _best(added, alternatives, width)
+            found = (_single_best if width == 1 else _several_best)(added, alternatives, width)
             if found is None:
                 continue
             slowest, total, origin[counts] = found
@@ -169,7 +169,33 @@ class Chain:
         return self._times[key]
 
 
-def _best(
+def _single_best(
+    added: Sequence[int], alternatives: Sequence[tuple[np.ndarray, ...]], width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """For each first part, the split with the fastest slowest stage, and among equal ones the least total."""
+    best: list[np.ndarray] = []
+    rows = np.arange(len(alternatives[0][0]))
+    for k, (bottleneck, seconds, slowest, total) in zip(added, alternatives, strict=True):
+        scores = np.maximum(bottleneck, slowest[:, 0])
+        together = seconds + total[:, 0]
+        together *= ROUNDING
+        scores += together
+        ends = scores.argmin(1)
+        own = [
+            scores[rows, ends], np.maximum(bottleneck[rows, ends], slowest[ends, 0]),
+            seconds[rows, ends] + total[ends, 0], np.full_like(ends, k), ends,
+        ]  # fmt: skip
+        if best:
+            better = own[0] < best[0]
+            own = [np.where(better, new, old) for new, old in zip(own, best, strict=True)]
+        best = own
+    _, front, latest, classes, ends = best
+    if not np.isfinite(front).any():
+        return None
+    return front[:, None], latest[:, None], np.stack([classes, ends, np.zeros_like(ends)])[:, :, None]
+
+
+def _several_best(
     added: Sequence[int], alternatives: Sequence[tuple[np.ndarray, ...]], width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """For each first part, the splits that no other beats in both numbers, at most `width`: fastest stages first.
@@ -188,9 +214,6 @@ def _best(
     if not np.isfinite(front).any():
         return None
     rows = np.arange(num_parts)[:, None]
-    if width == 1:  # faster than in order: the second number decides among equal first ones
-        only = (front + latest * ROUNDING).argmin(1)[:, None]
-        return front[rows, only], latest[rows, only], np.concatenate(sources, 1)[:, only]
     order = np.lexsort((latest, front), axis=1)
     sorted_latest = latest[rows, order]
     best_before = np.minimum.accumulate(sorted_latest, 1)
