@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from penstock.pipeline_model import PipelineModel
 from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
+from penstock.schedule.generators import settle
 
 # A model with this rank's weights, and what was found where they were loaded.
 Made = tuple[Any, StageLoadingInfo]
@@ -60,13 +62,14 @@ def from_pretrained(
     """
     configuration = Configuration.from_any(config, **take_keys(kwargs))
     load: Any = load_stage
+    packing = kwargs.get("quantization_config")
     if model_class is not None and of_diffusers(model_class):
         loading = room("diffusers_loading")
         kind, load = loading.class_of(path_or_name, model_class, **kwargs), loading.load_stage
         make_skeleton = partial(loading.meta_model, kind, path_or_name, **kwargs)
     else:
         model_config = load_config(path_or_name, **kwargs)
-        packing = kwargs.get("quantization_config") or getattr(model_config, "quantization_config", None)
+        packing = packing or getattr(model_config, "quantization_config", None)
         if not isinstance(packing, (dict, QuantizationConfigMixin, type(None))):
             raise TypeError(
                 f"quantization_config must be one of transformers, such as BitsAndBytesConfig, got {packing!r}"
@@ -78,6 +81,8 @@ def from_pretrained(
             )
         kind = resolve_model_class(model_config, model_class)
         make_skeleton = partial(meta_model, kind, model_config)
+    if packing or adapt is not None:  # what is trained then is small, and not in the model of which "auto" judges
+        configuration = replace(configuration, schedule=settle(configuration.schedule, deferring_pays=False))
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
         return whole if adapt is None else adapt(whole)
