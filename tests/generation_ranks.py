@@ -19,12 +19,20 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
+import families
 import penstock
-from families import FAMILIES, batch
+from families import Family, batch
 from penstock.generation.decoding import decoding_of
 from penstock.runtime.boundary.p2p import P2PChannel
 from training import kept_in_double, run_step
 
+# Layers of which some have a convolution's state in the cache, others keys and values.
+HYBRID = {
+    **families.LLAMA,
+    "num_hidden_layers": 6,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv", "conv"],
+}
+FAMILIES = {**families.FAMILIES, "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", HYBRID, "causal")}
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 THREE_GROUPS: dict[str, Any] = {**GREEDY, "generation_groups": 3}
 

@@ -85,7 +85,7 @@ def test_a_cache_can_be_continued(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "schedule"), [("llama", "1f1b"), ("gpt2", "zb-v"), ("bart", "zb-v"), ("bart", "1f1b")]
+    ("family", "schedule"), [("llama", "1f1b"), ("gpt2", "zb-v"), ("lfm2", "zb-v"), ("bart", "zb-v")]
 )
 def test_a_loop_that_decodes_by_hand_has_the_unsplit_tokens_logits_and_losses(
     pool: Pool, family: str, schedule: str

@@ -70,9 +70,9 @@ def _new(engine: Engine) -> Decoding:
 class Group:
     """The state of one group of a batch while it is decoded. `tokens_only`: whether the rank of the last stage alone
     chooses tokens from logits; the others get the tokens. `token`: the tokens that were or will be chosen after the
-    last forward, until they are there. `begun`: how many forwards it has begun."""
+    last forward, until they are there. `forwards`: how many have been on this rank's stages."""
 
-    begun: int = 0
+    forwards: int = 0
     tokens_only: bool = False
     token: TensorSpec | None = None
     expected: Expected | None = None
@@ -331,7 +331,7 @@ class Decoding:
                         self._forwards.run(part, stage, call)
                 finally:
                     self.inside = False
-        self.group.begun += 1
+        self.group.forwards += 1
         with self._board.guard("exchanging values in generation", self.ranks):
             outputs = [part.output for part in parts]
             if not all(isinstance(each, dict) for each in outputs):
@@ -398,9 +398,10 @@ class Decoding:
         self._due.popleft()
 
     def _pass_on(self, stage: int) -> None:
-        """Let other groups go first that are due on this rank before this group is on `stage` in its next forward."""
+        """Let other groups go first that are due here before this group is on `stage`, in a forward that it has begun
+        or, after that, in its next one."""
         if self._turns is not None:
-            self._turns.pass_on(self._clock.time(self.group.begun, self.number, stage))
+            self._turns.pass_on(self._clock.time(self.group.forwards, self.number, stage))
 
     def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
         """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""

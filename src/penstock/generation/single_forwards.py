@@ -196,16 +196,22 @@ def _limits(cache: Cache) -> Hashable:
 
 
 class StageCaches:
-    """One cache of keys and values for a rank that holds several stages: views of the one among some inputs, one for
-    each local stage; or the walks of these stages make one each. The last stage's walk is the one that counts."""
+    """One cache of keys and values for a rank that holds several stages; the last stage's walk is the one that counts.
+
+    Such a rank walks the model once for each of its stages, but every walk lengthens all layers of the cache: its own
+    ones with keys and values, the others so that lengths are right. Of a cache among the inputs each walk is given a
+    view in which only those layers are real that shall outlive it; without one each walk makes a cache of its own.
+    Afterwards the layers of all stages are put together.
+    """
 
     def __init__(self, plan: ForwardPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
         self._inputs = inputs
         self._stages = stages
         self._name = next((name for name, value in inputs.items() if isinstance(value, Cache)), None)
-        self._owner = {
-            layer: call.stage for call in plan.calls if call.output.cache for layer in call.output.cache.layers
-        }
+        growths = [(call.output.cache, call.stage) for call in plan.calls if call.output.cache]
+        self._owner = {layer: stage for growth, stage in growths for layer in growth.layers}
+        # With those that have no keys and values, but a convolution's or a recurrence's state.
+        self._owner_of_all = self._owner | {layer: stage for growth, stage in growths for layer in growth.state_layers}
         # All views are made before the first walk: a placeholder must have the cache's length before the forward.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
         # The caches that the walks of earlier stages made, by their fields in the output.
@@ -240,7 +246,7 @@ class StageCaches:
 
     def _fill(self, cache: Cache, walked: Cache, stage: int) -> None:
         """Put the layers of `stage` into `cache` as its walk left them."""
-        for layer in (layer for layer, owner in self._owner.items() if owner == stage):
+        for layer in (layer for layer, owner in self._owner_of_all.items() if owner == stage):
             decoder_part(cache).layers[layer] = decoder_part(walked).layers[layer]
             if isinstance(cache, EncoderDecoderCache) and isinstance(walked, EncoderDecoderCache):
                 own, theirs = cache.cross_attention_cache.layers, walked.cross_attention_cache.layers
