@@ -93,12 +93,7 @@ class Run:
         family, settings = self.environment.get("FAMILY", "gpt2"), self.environment.get("MODEL", "{}")
         depths = map(int, self.environment.get("DEPTHS", "1,2,3").split(","))
         templates = json.dumps([balanced_stages(family, settings, depth) for depth in depths])
-        environment = {
-            **zygote.environment(),
-            zygote.PRELOAD: self.script.stem,
-            "TEMPLATES": templates,
-            **self.environment,
-        }
+        environment = {**zygote.environment(), "TEMPLATES": templates, **self.environment}
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
             files = [nothing.fileno(), output.fileno(), output.fileno()]
             member = Member(zygote.fork(number, arguments, files, environment, str(self.folder)), log, self.folder)

@@ -75,9 +75,6 @@ READ_AT_IMPORT = (
 # ... except these, which are read later, or told by `_become`.
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TRANSFORMERS_VERBOSITY")
 
-# A variable that names further modules: imported before the fork, once for all forks that ask for them.
-PRELOAD = "PENSTOCK_PRELOAD"
-
 
 def environment() -> dict[str, str]:
     """What every process of the tests starts with: one thread, and the package, tests and examples on its path."""
@@ -205,7 +202,6 @@ class Zygote:
         if read_at_import(variables) != self._read_at_import:
             process = REFUSED
         else:
-            preload([name for name in variables.get(PRELOAD, "").split() if name not in sys.modules])
             process = os.fork()
             if process == 0:
                 self._leave(connection)
@@ -242,22 +238,6 @@ class Zygote:
             os.close(end)
         for other in (self._listener, connection, *self._running.values()):
             other.close()
-
-
-def preload(modules: list[str]) -> None:
-    """Import modules in the zygote."""
-    if not modules:
-        return
-    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # pandas imports Arrow, which starts one
-    for name in modules:
-        importlib.import_module(name)
-    # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
-    gc.collect()
-    gc.freeze()
-    threads = Path("/proc/self/task")
-    assert not threads.exists() or len(os.listdir(threads)) == 1, (
-        "forks have one thread, and an import has started more"
-    )
 
 
 def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
@@ -320,7 +300,15 @@ def main(listener: socket.socket, modules: list[str]) -> None:
     inherited = _entries(os.environ["PYTHONPATH"])
     base_path = [entry for entry in sys.path[1:] if entry not in inherited]
     zygote = Zygote(listener, base_path)
-    preload(modules)
+    for name in modules:
+        importlib.import_module(name)
+    # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
+    gc.collect()
+    gc.freeze()
+    threads = Path("/proc/self/task")
+    assert not threads.exists() or len(os.listdir(threads)) == 1, (
+        "forks have one thread, and an import has started more"
+    )
     zygote.serve()()
 
 
