@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, LinearAttentionAndFullAttentionLayer
 
 from families import FAMILIES, batch
 from penstock.generation.single_forwards import StageCaches
+from penstock.modeling.placeholders.caches import CacheGrowth
 from stage_driver import split, walk
 
 
@@ -66,9 +67,8 @@ def test_the_stages_of_a_rank_share_the_states_of_all_layers() -> None:
         cache.update(torch.rand(1, 4, 3, 8), torch.rand(1, 4, 3, 8), index)
         cache.update_conv_state(torch.rand(1, 16, 4), index)
         cache.update_recurrent_state(torch.rand(1, 4, 8, 8), index)
-    calls = [
-        SimpleNamespace(stage=stage, output=SimpleNamespace(cache=SimpleNamespace(layers=[stage]))) for stage in (0, 1)
-    ]
+    growths = [CacheGrowth((stage,), (stage,), (), 0, 1) for stage in (0, 1)]
+    calls = [SimpleNamespace(stage=stage, output=SimpleNamespace(cache=growth)) for stage, growth in enumerate(growths)]
     plan: Any = SimpleNamespace(calls=calls)
     caches = StageCaches(plan, [0, 1], {"past_key_values": cache})
     for stage in (0, 1):
