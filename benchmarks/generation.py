@@ -235,7 +235,7 @@ def evaluated_in_one(arguments: dict[str, Any]) -> Step:
 
 
 def evaluated_on_stages(arguments: dict[str, Any]) -> Step:
-    model = on_stages(gpt2(arguments), num_microbatches=arguments["num_microbatches"])
+    model = on_stages(gpt2(arguments), schedule="zb-h1", num_microbatches=arguments["num_microbatches"])
     return evaluation_step(model, batch_of(arguments, arguments["batch_size"]))
 
 

@@ -82,7 +82,7 @@ def main(
     num_own = sum(parameter.numel() for parameter in model.parameters())
     console.print(
         f"GPT-2, {num_parameters / 1e6:.2f} M parameters, {num_own / 1e6:.2f} M of them on this rank; "
-        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} stage(s); "
+        f"{model.data_parallel_size} pipeline(s) of {pipeline_parallel_size} rank(s); "
         f"schedule {model.pipeline.make_schedule(1).name}; {rows.numel():,} tokens of text"
     )
 
@@ -135,7 +135,7 @@ def main(
         same = torch.equal(from_pipeline.cpu(), from_merged.cpu())
         console.print(f"reloaded with transformers as {type(reloaded).__name__}; a sample from it:")
         console.print(tokenizer.decode(from_merged[0]), style="green", markup=False)
-        console.print(f"the pipeline of {pipeline_parallel_size} stage(s) generates the same tokens: {same}")
+        console.print(f"the pipeline of {pipeline_parallel_size} rank(s) generates the same tokens: {same}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

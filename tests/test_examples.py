@@ -125,7 +125,7 @@ def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(
     for folder, ranks, stages, schedule in zip(folders, (1, 4), (1, 2), ("auto", "gpipe"), strict=True):
         options = ["--text", text, "--output", folder, "--steps", 4, "--schedule", schedule]
         printed = example(ranks, "demo", "--pipeline-parallel-size", stages, *options)
-        assert f"the pipeline of {stages} stage(s) generates the same tokens: True" in printed
+        assert f"the pipeline of {stages} rank(s) generates the same tokens: True" in printed
         losses.append(json.loads((folder / "curve.json").read_text())["losses"])
     assert losses[0][-1] < losses[0][0] - 0.2 and losses[1] == pytest.approx(losses[0], abs=1e-5)
 

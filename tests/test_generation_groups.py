@@ -69,6 +69,7 @@ def test_groups_give_the_unsplit_tokens_and_random_state(pool: Pool, family: str
     [
         ("gpt2", ["greedy, ended", "sampling, ended", "returns", "beams, ended", "static cache"], 3, "zb-v", 3),
         ("t5", FAMILIES["t5"], 2, "zb-v", 2),
+        ("t5", FAMILIES["t5"][:2], 2, "zb-v", 3),
         ("gemma2", FAMILIES["gemma2"], 2, "interleaved-1f1b", 2),
         ("llama", ["greedy, ended", "sampling, ended"], 2, "zb-v", 7),
         ("lfm2", ["greedy", "sampling, ended"], 2, "zb-v", 2),

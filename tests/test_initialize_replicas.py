@@ -207,6 +207,7 @@ def weights_of_all_kinds(seed: int) -> nn.Module:
     model = nn.Module()
     model.large = nn.Parameter(torch.randn(3, PIECE_BYTES // 8))
     model.turned = nn.Parameter(torch.randn(5, 7).t())
+    model.strided = nn.Parameter(torch.randn(6, 2)[:, 0])
     model.short, model.single = nn.Parameter(torch.randn(3).bfloat16()), nn.Parameter(torch.randn(()))
     model.flags = nn.Parameter(torch.rand(9) > 0.5, requires_grad=False)
     model.none = nn.Parameter(torch.empty(0))

@@ -86,6 +86,8 @@ def test_other_wrong_pipelines_are_named(pipelines: Any, counts: Any, error: typ
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be at least 1, got 0"),
         ({"precision": "fp8"}, ValueError, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
         ({"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
+        ({"patience": float("inf")}, ValueError, "patience must be a positive number of seconds, got inf"),
+        ({"sharded_optimizer": 0}, ValueError, "sharded_optimizer must be .* number of ranks .*, got 0"),
         ({"schedule": "2f2b"}, ValueError, "unknown schedule '2f2b': known are .*1f1b"),
         ({"schedule": {"gpt2": "1f1b"}}, TypeError, "keys of schedule must be pipeline templates, got 'gpt2'"),
         ({"schedule": {ONE: 3}}, TypeError, "schedule must be a name, .* got 3"),

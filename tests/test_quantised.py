@@ -286,6 +286,7 @@ def run_on(source: Path, kind: str, folder: Path, stages: int, resume: bool) -> 
     """Three steps with a save after the first, or the last two from there."""
     options = {"pipeline_parallel_size": stages, "dtype": torch.float32, "quantization_config": quantisation(kind)}
     model = penstock.from_pretrained(str(source), adapt=adapt, **options)
+    assert penstock.initialize(model, pipeline_parallel_size=stages) is model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     model.train()
     losses = []

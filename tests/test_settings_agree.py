@@ -150,7 +150,10 @@ def form_another_layout(what: str) -> str:
     first = 3 if other and what == "sizes" else 2
     if other and what == "units":
         units[:2] = units[1::-1]
-    layout = Layout.place([[units[:first], units[first:]]], [(1, 0) if other and what == "ranks" else (0, 1)])
+    stages = [units[:first], units[first:]]
+    layout = Layout.place([stages], [(1, 0) if other and what == "ranks" else (0, 1)])
+    if other and what == "number":
+        layout = Layout.place([[units], [units]])
     with pytest.raises(ValueError, match="different layouts") as caught:
         formation.parallelize(model, layout, partial(build, "1f1b", 2))
     return str(caught.value)
@@ -160,6 +163,7 @@ def form_another_layout(what: str) -> str:
     ("what", "words"),
     [
         ("sizes", r"pipeline 0's split into units of each stage is \[2, \d\] on rank 0 and \[3, \d\] on rank 1"),
+        ("number", r"given the same: the number of pipelines is 1 on rank 0 and 2 on rank 1"),
         ("units", r"unit 0 of pipeline 0 is 'transformer\.\S+' on rank 0 and 'transformer\.\S+' on rank 1"),
         ("ranks", r"pipeline 0's order of ranks that hold its stages is \(0, 1\) on rank 0 and \(1, 0\) on rank 1"),
     ],

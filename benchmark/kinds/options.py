@@ -23,7 +23,7 @@ MODES = ("ddp", "pdp", "fsdp", "pp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = ("adamw", "sgd")
 SAMPLES_PER_DEVICE = 4
-MICROBATCHES_PER_STAGE = 4
+MICROBATCHES_PER_RANK = 4
 
 # Options that only some modes, or only one kind of model, know.
 MODE_OPTIONS = {
@@ -262,7 +262,7 @@ def _shares(
     else:
         unit = given.chunks or 1
         share = ceil(SAMPLES_PER_DEVICE * devices_per_process / unit) * unit
-    default = 1 if given.mode != "pdp" else _divisor(share, MICROBATCHES_PER_STAGE * devices_per_process)
+    default = 1 if given.mode != "pdp" else _divisor(share, MICROBATCHES_PER_RANK * devices_per_process)
     chunks = given.chunks or default
     _check_divides(share * replicas, chunks * replicas, f"{replicas} process(es) with --chunks {chunks}")
     return share * replicas, chunks, ()
@@ -274,7 +274,7 @@ def _equal_pipelines(given: argparse.Namespace, world: World) -> list[tuple[int,
     replicas = world.size // ranks
     batch = given.batch_size or SAMPLES_PER_DEVICE * world.size
     _check_divides(batch, replicas, f"{replicas} pipelines")
-    return [(ranks, given.chunks or _divisor(batch // replicas, MICROBATCHES_PER_STAGE * ranks))] * replicas
+    return [(ranks, given.chunks or _divisor(batch // replicas, MICROBATCHES_PER_RANK * ranks))] * replicas
 
 
 def _check_divides(batch_size: int, parts: int, what: str) -> None:

@@ -28,7 +28,7 @@ class Configuration:
 
     Attributes:
         enable: False leaves the model as it is.
-        pipeline_parallel_size: stages of the pipeline, at least 1, or "auto": as many as the planner predicts to be
+        pipeline_parallel_size: ranks in a pipeline, at least 1, or "auto": as many as the planner predicts to be
             fastest; see docs/planning.md. A number is checked against the number of ranks and of the
             model's units where those are known.
         tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's

@@ -17,6 +17,7 @@ from penstock.initialize import ConfigLike, form_equal
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups, of_diffusers
@@ -81,18 +82,21 @@ def from_pretrained(
             )
         kind = resolve_model_class(model_config, model_class)
         make_skeleton = partial(meta_model, kind, model_config)
+    asked = configuration
     if packing or adapt is not None:  # what is trained then is small, and not in the model of which "auto" judges
         configuration = replace(configuration, schedule=settle(configuration.schedule, deferring_pays=False))
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
         return whole if adapt is None else adapt(whole)
-    return _make_in_stages(
+    model = _make_in_stages(
         make_skeleton,
         lambda stages, local, sharding: load(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
         configuration,
         criterion,
         example_inputs,
     )
+    record_of(base_of(model)).configuration = asked
+    return model
 
 
 def from_config(

@@ -131,8 +131,10 @@ class HeterogeneousParallelPlugin:
         self.patience = float(patience)
         self.time_limit = None if timeout is None else datetime.timedelta(seconds=timeout)
         # Made in any precision, so that wrong numbers are refused in any.
-        growing = growth_factor, backoff_factor, growth_interval, hysteresis
-        self._loss_scale = LossScale(float(initial_scale), min_scale, max_scale, *growing)
+        self._loss_scale = LossScale(
+            scale=float(initial_scale), min_scale=min_scale, max_scale=max_scale, growth_factor=growth_factor,
+            backoff_factor=backoff_factor, growth_interval=growth_interval, hysteresis=hysteresis,
+        )  # fmt: skip
         if elastic is not None:
             room("check_elastic")(elastic, global_batch_size, microbatch_size)
         elif global_batch_size is not None:

@@ -99,7 +99,8 @@ class Comparison:
         self.initial, self.inputs, self.configuration = model, inputs, configuration
         self.criterion, self.steps = criterion, steps
         self.tolerance = TOLERANCES[dtype_of(model)]
-        self.schedule = configuration.schedule  # its name, once it is chosen
+        self.schedule = configuration.schedule  # its name, once it is chosen, and then the number of stages
+        self.num_stages: Any = configuration.pipeline_parallel_size
         self.whole = self._unsplit([(inputs, 1.0)])
 
     def rows(self, folder: Path | None = None) -> list[Row]:
@@ -112,6 +113,7 @@ class Comparison:
                 warnings.simplefilter("always")
                 initialize(model, self.configuration, self.criterion, example_inputs=example)
                 self.schedule = model.pipeline.make_schedule(1).name
+                self.num_stages = model.pipeline.context.pipeline.num_stages
                 losses = lambda: (output.loss for output in model(**self.inputs))  # noqa: E731
                 ours = Trained.of(model, losses, self.steps, self.whole.rate)
         except Exception as error:

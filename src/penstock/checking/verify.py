@@ -164,7 +164,7 @@ def _on_rank(
         rows = compared.rows(folder)
         about = (
             f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} parameters, over "
-            f"{configuration.pipeline_parallel_size} stages ({compared.schedule}) beside itself unsplit; {steps} "
+            f"{compared.num_stages} stages ({compared.schedule}) beside itself unsplit; {steps} "
             f"steps, {str(dtype_of(model)).removeprefix('torch.')}"
             f"{', dropout and the like set to zero' if noise else ''}"
         )

@@ -64,8 +64,9 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
     )
     lines.append(f"  {len(weights)} weights, {sum(math.prod(one['shape']) for one in weights):,} numbers")
     for one in weights if parameters else weights[:_SHOWN]:
-        notes = [f"tied to {', '.join(one['tied_to'])}"] * bool(one["tied_to"]) + ["sharded"] * bool(one["sharded"])
-        notes += [f"with {', '.join(one['optimizer_states'])}"] * bool(one["optimizer_states"])
+        notes = [f"tied to {', '.join(one['tied_to'])}"] if one["tied_to"] else []
+        notes += ["sharded"] if one["sharded"] else []
+        notes += [f"with {', '.join(one['optimizer_states'])}"] if one["optimizer_states"] else []
         lines.append(f"    {one['name']} {one['shape']} {one['dtype']}" + (f" ({'; '.join(notes)})" if notes else ""))
     if not parameters and len(weights) > _SHOWN:
         lines.append(f"    and {len(weights) - _SHOWN} more (--parameters shows all)")

@@ -186,12 +186,16 @@ def _look_for_a_hub() -> None:
     def connect() -> None:
         with suppress(OSError):
             address = urlsplit(constants.ENDPOINT)
-            socket.create_connection((address.hostname or "", address.port or 443), 2).close()
+            socket.create_connection(
+                (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), 2
+            ).close()
             found.set()
 
     found, proxies = threading.Event(), getproxies()
-    threading.Thread(target=connect, daemon=True).start()
-    if not found.wait(2) and not proxies:
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(2)
+    if not found.is_set() and not proxies:
         constants.HF_HUB_OFFLINE = True
 
 

@@ -248,7 +248,7 @@ def _model(
     given = known_of(model).example_inputs
     if given is not None and microbatch not in {len(one) for one in given.values() if hasattr(one, "shape")}:
         raise ValueError(
-            f"the inputs are those of a microbatch, but none of them has {microbatch} samples: give --micro-batch-size"
+            f"the inputs are those of a microbatch, but none of them has {microbatch} samples: give --microbatch-size"
         )
     if rank is not None:
         adapt(model, rank)

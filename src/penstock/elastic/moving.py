@@ -171,14 +171,14 @@ class _Transfers:
         self._group = group
         # The message, the tensor it is for, and what follows.
         self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Callable[[], object]]] = deque()
-        self._num_begun: Counter[tuple[Any, int]] = Counter()
+        self._num_begun: Counter[tuple[bool, int]] = Counter()
 
     def send(self, tensor: torch.Tensor, state: Mapping[str, Any], to: int) -> None:
         """Send a tensor, and those of a parameter's state."""
         for value in (tensor, *state.values()):
             if isinstance(value, torch.Tensor):
                 message = value.detach().contiguous().cpu()
-                self._begin(dist.isend, to, message, message, _nothing)
+                self._begin(True, to, message, message, _nothing)
 
     def receive(
         self,
@@ -207,14 +207,15 @@ class _Transfers:
         for value in coming:
             here = value.device.type == "cpu" and value.is_contiguous()
             message = value if here else torch.empty(value.shape, dtype=value.dtype)
-            self._begin(dist.irecv, source, message, value, complete if value is coming[-1] else _nothing)
+            self._begin(False, source, message, value, complete if value is coming[-1] else _nothing)
 
     def _begin(
-        self, begin: Any, peer: int, message: torch.Tensor, value: torch.Tensor, ended: Callable[[], object]
+        self, sends: bool, peer: int, message: torch.Tensor, value: torch.Tensor, ended: Callable[[], object]
     ) -> None:
         contact(self._group, peer)
-        work = begin(message, peer, group=self._group, tag=self._num_begun[begin, peer])
-        self._num_begun[begin, peer] += 1
+        begin: Any = dist.isend if sends else dist.irecv
+        work = begin(message, peer, group=self._group, tag=self._num_begun[sends, peer])
+        self._num_begun[sends, peer] += 1
         self._under_way.append((work, message, value, ended))
         if len(self._under_way) > self.MOST:
             self._end_oldest()

@@ -318,7 +318,12 @@ class Decoding:
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         if plan.digest not in self._compared:
-            self._compare(plan)
+            # All ranks meet here, each when its first stage is due (see `in_turns`). One that has the last stage, too,
+            # comes here as soon as tokens are chosen.
+            if self.chooses and len(self._context.stages) > 1:
+                self._pass_on(self._forwards.visits[0][0])
+            if plan.digest not in self._compared:  # another group may have compared it meanwhile
+                self._compare(plan)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]

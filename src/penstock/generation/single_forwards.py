@@ -234,8 +234,10 @@ class StageCaches:
             made = {name: value for name, value in fields if isinstance(value, Cache)}
             if not last:
                 self._made[stage] = made
-            for earlier, name in [(stage, name) for stage in self._made for name in made] if last else []:
-                self._fill(made[name], self._made[earlier][name], earlier)
+                return
+            for earlier, theirs in self._made.items():
+                for name, cache in made.items():
+                    self._fill(cache, theirs[name], earlier)
         elif last:
             whole, complete = self._inputs[self._name], self._views[stage]
             for earlier in self._stages[:-1]:
@@ -251,7 +253,8 @@ class StageCaches:
             if isinstance(cache, EncoderDecoderCache) and isinstance(walked, EncoderDecoderCache):
                 own, theirs = cache.cross_attention_cache.layers, walked.cross_attention_cache.layers
                 own += theirs[len(own) :]
-                own[layer : layer + 1] = theirs[layer : layer + 1]
+                if layer < len(theirs):
+                    own[layer] = theirs[layer]
                 cache.is_updated[layer] = walked.is_updated.get(layer, False)
 
     def _view(self, whole: Cache, stage: int) -> Cache:

@@ -84,7 +84,7 @@ class PipelineAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """Of pipelines, which accelerate counts in place of ranks."""
+        """The number of pipelines: accelerate divides data and counts samples by it."""
         return len(self.engine.layout.pipelines)
 
     @property

@@ -185,12 +185,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 @dataclass(slots=True)
+class _Link:
+    """One direction between two ranks."""
+
+    free_from: float = 0.0
+
+
+@dataclass(slots=True)
 class _Route:
     """Where the result of an action goes: into `arrivals`, one time per microbatch, on the rank `peer`."""
 
     arrivals: list[float | None]
     peer: int
-    link_free_from: list[float] | None = None  # one time, shared by what goes between the same two ranks
+    link: _Link | None = None
     occupancy: float = 0.0
     latency: float = 0.0
 
@@ -236,9 +243,9 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
             if route is None:
                 continue
             arrival = now
-            link = route.link_free_from
+            link = route.link
             if link is not None:
-                link[0] = sent = (now if now > link[0] else link[0]) + route.occupancy
+                link.free_from = sent = max(now, link.free_from) + route.occupancy
                 arrival = sent + route.latency
             route.arrivals[microbatch] = arrival
             awaited = waits_for[route.peer]
@@ -254,13 +261,13 @@ def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], c
 def _routes(
     schedule: Schedule, arrivals: dict[Kind, list[list[float | None]]], costs: StageCosts
 ) -> dict[Kind, list[_Route | None]]:
-    links: dict[tuple[int, int], list[float]] = {}
+    links: dict[tuple[int, int], _Link] = {}
 
     def route(kind: Kind, source: int, target: int) -> _Route:
         peer = schedule.stage_to_rank[target]
         if schedule.is_local(source, target):
             return _Route(arrivals[kind][target], peer)
-        link = links.setdefault((schedule.stage_to_rank[source], peer), [0.0])
+        link = links.setdefault((schedule.stage_to_rank[source], peer), _Link())
         boundary = min(source, target)
         return _Route(arrivals[kind][target], peer, link, costs.occupancy[boundary], costs.latency[boundary])
 

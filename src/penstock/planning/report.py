@@ -99,6 +99,7 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
         return f"{as_text(verdict, table)}\n{more}"
     if len(stages[0]) > 1:
         section["split_points"] = [names[0] for names in stages[0][1:]]
+        section["schedule"] = plan.pipelines[0].schedule.name
     lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
     lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)
     lines += [f"model.{enable}()"] * chosen.checkpointing

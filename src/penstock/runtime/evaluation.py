@@ -96,6 +96,8 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
         dist.broadcast(carried(tensor), source, group=group)
         return tensor
 
-    is_spec = lambda leaf: isinstance(leaf, TensorSpec)  # noqa: E731
-    fields = pytree.tree_map_only(TensorSpec, received, dict(marked), is_spec)
+    def is_spec(leaf: Any) -> bool:
+        return isinstance(leaf, TensorSpec)
+
+    fields = pytree.tree_map_only(TensorSpec, received, dict(marked), is_leaf=is_spec)
     return output_of(form or type(marked), fields)

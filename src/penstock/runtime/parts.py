@@ -25,7 +25,7 @@ from penstock.runtime.comm.settings import (
     SettingsMismatch,
     autocast_code,
     bits_of,
-    refuse_differing,
+    refuse_frozen_on_some,
 )
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
@@ -206,7 +206,7 @@ class Parts:
         if not answers.alike and not Settings.compare(said := answers.everyone(), context.layout):
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
-            refuse_differing(dict(zip(sorted(said), every, strict=True)))
+            refuse_frozen_on_some(dict(zip(sorted(said), every, strict=True)))
             raise SettingsMismatch(
                 "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
                 "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"

@@ -51,7 +51,8 @@ class Program:
         orders: dict[int, tuple[list[int], list[int]]] = {}
         for action in actions:
             if action.kind is not Kind.W:
-                orders.setdefault(action.stage, ([], []))[action.kind is Kind.B].append(action.microbatch)
+                forward, backward = orders.setdefault(action.stage, ([], []))
+                (backward if action.kind is Kind.B else forward).append(action.microbatch)
         backwards = [i for i, action in enumerate(actions) if action.kind is Kind.B]
         final_weights = {action.stage: i for i, action in enumerate(actions) if action.kind is Kind.W}
         # What runs within a window runs within any larger one: mostly one imagined run is enough.

@@ -35,6 +35,8 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_placement(schedule: Schedule) -> None:
+    if min(schedule.num_stages, schedule.num_microbatches) < 1:
+        raise ScheduleError("a schedule has at least 1 stage and 1 microbatch")
     if len(schedule.stage_to_rank) != schedule.num_stages:
         raise ScheduleError(
             f"schedule has {schedule.num_stages} stages but ranks were given for {len(schedule.stage_to_rank)}"

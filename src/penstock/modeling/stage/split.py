@@ -168,7 +168,7 @@ class SplitModel:
     def head_in_chunks(self) -> nn.Module | None:
         """The unit whose logits are made in chunks in training, if any."""
         name = head_unit(self.model, self._forwards.units) if self.loss_chunk_tokens is not None else None
-        return self._forwards.units.get(name or "")
+        return None if name is None else self._forwards.units[name]
 
     @property
     def dtype(self) -> torch.dtype:

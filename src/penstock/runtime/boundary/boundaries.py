@@ -49,7 +49,7 @@ class Boundaries:
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
         for stage in stages:
             if stage == 0:
-                self.below[stage] = LocalBoundary()  # nothing comes, and what is sent goes nowhere
+                self.below[stage] = NothingBelow()
             elif stage - 1 not in stages:
                 with_loss = carries_loss(stage - 1, last + 1, num_ranks)
                 self.below[stage] = BoundaryBelow(channels, stage - 1, True, with_loss, self._signatures, device)
@@ -117,7 +117,7 @@ class LocalBoundary:
             self._differentiable.add(microbatch)
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
-        tensors = self._activations.pop(microbatch, ())
+        tensors = self._activations.pop(microbatch)
         return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
     def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
@@ -131,6 +131,13 @@ class LocalBoundary:
 
     def send_loss(self, loss: torch.Tensor) -> None:
         pass
+
+
+class NothingBelow(LocalBoundary):
+    """Below the first stage, which has no values whose gradients it could send."""
+
+    def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
+        return []
 
 
 class _RemoteBoundary:

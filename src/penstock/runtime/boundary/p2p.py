@@ -62,7 +62,6 @@ class _Works:
 
     def __init__(self, transfer: _Transfer, tensors: Iterable[torch.Tensor], peer: int, tag: int):
         self._works: list[dist.Work] = []
-        # No comprehension: its closure would keep the group's method where the board cannot drop it.
         for number, tensor in enumerate(tensors):
             self._works.append(transfer([tensor], peer, tag + number))
 
@@ -159,7 +158,7 @@ class P2PChannel:
 
     def _lost(self, doing: str, error: RuntimeError) -> Exception:
         """The error of a transfer that failed. Whoever asks for it holds no work and no method of the group, as these
-        keep connections open on which neighbours wait. What finished frames hold is dropped by the board."""
+        keep connections open on which neighbours wait."""
         return self._channels.board.lost_connection(f"{doing} {self.name}", [self._peer], error)
 
 

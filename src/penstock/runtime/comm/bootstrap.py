@@ -116,8 +116,8 @@ def form_world(
     timeout: datetime.timedelta,
     on_board: Callable[[FailureBoard], object],
 ) -> None:
-    """Make a new default process group of torch's with the ranks that meet in `store`; `on_board` is given the board on
-    which failures of their meeting are."""
+    """Make a new default process group of torch's, in place of the present one, with the ranks that meet in `store`;
+    `on_board` is given the board on which failures of their meeting are."""
     leave_world()
     # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
     dist.distributed_c10d._world.group_count = 0

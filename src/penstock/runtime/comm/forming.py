@@ -107,9 +107,11 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "
     """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
     differs."""
     told = {name: _told(value) for name, value in facts.items()}
-    every = world_ranks(board).differing(told, f"comparing {of}") or [{}]
+    every = world_ranks(board).differing(told, f"comparing {of}")
+    if every is None:
+        return
     differences = []
-    for name in sorted(set().union(*every)):
+    for name in dict.fromkeys(chain.from_iterable(every)):
         values = [theirs.get(name, "nothing") for theirs in every]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
@@ -183,7 +185,7 @@ def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Modul
     sent: list[dist.Work] = []
     for tensor, ranks in shared:
         group, place = groups.reduction[ranks], ranks.index(dist.get_rank())
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)
         if tensor.device.type != "cpu":
             dist.broadcast(flat.view(torch.uint8), ranks[0], group=group)
         else:  # over a connection of the ring in which sums go round: a broadcast would need others

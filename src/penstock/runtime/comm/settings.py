@@ -238,7 +238,7 @@ class FrozenParameters:
         }
 
 
-def refuse_differing(every: Mapping[int, Mapping[str, tuple[bool, str]]]) -> None:
+def refuse_frozen_on_some(every: Mapping[int, Mapping[str, tuple[bool, str]]]) -> None:
     """Raise SettingsMismatch, on every rank, if parameters are frozen on some of their holders only."""
     differences = []
     for first in dict.fromkeys(name for described in every.values() for name in described):
