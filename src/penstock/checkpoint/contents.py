@@ -214,7 +214,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
     ties = {name: group for group in manifest.tied for name in group}
     seen = set[str]()
     for name, location in reader.locations.items():
-        if seen & {name, *ties.get(name, ())}:
+        if name != location.name or seen & {name, *ties.get(name, ())}:
             continue
         seen.add(name)
         shape, dtype = reader.whole_shape(name), location.info.dtype

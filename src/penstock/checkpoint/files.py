@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import _TYPES, load_file
+from safetensors.torch import load_file
 
 from .tensors import bytes_of, checksum
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
@@ -228,7 +228,12 @@ def _is_entry(name: Any, value: Any) -> bool:
 # -- safetensors' format -----------------------------------------------------------------------------------------------
 
 # The format's name of each dtype.
-DTYPES = {dtype: name for name, dtype in _TYPES.items()}
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 # Bytes that are written at once, and after how many the disk is told to begin.
 _CHUNK = 1024**2
@@ -266,11 +271,15 @@ class Behind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        errors = [error for error in (self.flushes.end(), self.sums.end()) if error is not None]
-        for path in self._paths if errors or kind is not None else ():
-            with contextlib.suppress(OSError):
-                os.remove(path)
-        self._files.close()
+        whole, errors = False, list[BaseException]()
+        try:
+            errors += [error for error in (self.flushes.end(), self.sums.end()) if error is not None]
+            whole = kind is None and not errors
+        finally:
+            for path in () if whole else self._paths:
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+            self._files.close()
         if errors and kind is None:
             raise errors[0]
 

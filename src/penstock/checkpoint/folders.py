@@ -8,6 +8,7 @@ Plans are decided on meta tensors from names, shapes and dtypes, by every rank f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,6 +66,8 @@ from .staging import Replacement, write_index
 from .tensors import DTYPES, TensorInfo, dtype_name, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
 from .training_state import TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -369,8 +372,8 @@ class RankFiles(Folder):
         tensors = to_cpu(content)
         # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
         if self.options.safe_serialization:
-            first, stored = first_of_tied(tied_groups(self.model)), dict[str, str]()
-            tensors = {n: one for n, one in tensors.items() if stored.setdefault(first.get(n, n), n) == n}
+            first, stored = first_of_tied(tied_groups(self.model)), dict[tuple[str, int], str]()
+            tensors = {n: one for n, one in tensors.items() if stored.setdefault((first.get(n, n), id(one)), n) == n}
         sums = write_tensors(path, tensors, self.options.save_function, behind)
         # Without the tensors, which shall not stay in memory.
         known = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
@@ -392,6 +395,7 @@ class RankFiles(Folder):
             files=dict(entries),
             shards={name: (shard.dim, shard.blocks) for name, shard in shards_of(self.model).items()},
         )
+        _warn_of_drift(manifest)
         options = self.options
         table = manifest_name(options.variant)
         _, index = weight_file_names(options.extension, options.variant, self.diffusers)
@@ -406,3 +410,16 @@ class RankFiles(Folder):
             names = (name for name in os.listdir(directory) if is_rank_file(name, options.variant))
             old += sorted(name for name in names if name not in entries and is_regular(os.path.join(directory, name)))
         return Replacement(self.sides, starts, entries, old=old)
+
+
+def _warn_of_drift(manifest: Manifest) -> None:
+    """Log a warning if holders of one weight have different values: the first one's will be loaded everywhere."""
+    first, values = first_of_tied(manifest.tied), dict[tuple[int, str], TensorInfo]()
+    for entry in sorted(manifest.files.values(), key=lambda entry: entry.stage):
+        for name, info in entry.tensors.items() if entry.part == MODEL else ():
+            if values.setdefault((entry.tensor_parallel_rank, first.get(name, name)), info) != info:
+                logger.warning(
+                    "%s on pipeline rank %d is not what an earlier rank holds, which will be loaded everywhere: did "
+                    "every rank call optimizer.step()?",
+                    *(name, entry.stage),
+                )

@@ -158,6 +158,8 @@ class FileEntry:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     # CRC-32 of a file that is read whole and holds no tensors of its own.
     checksum: Checksum | None = None
+    # Of older tables: further names, each with that under which the file has the tensor.
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from transformers.utils import CONFIG_NAME
 from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import Sharding, packed_weights, whole_shape
 from penstock.runtime.comm.exchange import Guard, Ranks
+from penstock.runtime.failures.board import ranks_in_words
 
 from .files import Behind, SaveFunction, writing
 from .manifest import MODEL, FileEntry, check_variant
@@ -360,5 +361,8 @@ class CheckpointRanks(Ranks):
         return describe(error)
 
     def _fail(self, doing: str, failed: Mapping[int, str], unchanged: str, own: Exception | None) -> NoReturn:
-        said = "; ".join(f"rank {rank}: {words}" for rank, words in failed.items())
+        alike: dict[str, list[int]] = {}
+        for rank, words in failed.items():
+            alike.setdefault(words, []).append(rank)
+        said = "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in alike.items())
         raise CheckpointError(f"{doing} failed: {said}" + (f"; {unchanged}" if unchanged else "")) from own

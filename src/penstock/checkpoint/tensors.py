@@ -13,7 +13,7 @@ from torch import nn
 from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.placeholders.ghosts import absent_parameters
-from penstock.modeling.weights.names import ties_of, unit_of
+from penstock.modeling.weights.names import alias_groups, ties_of, unit_of
 from penstock.modeling.weights.whole import packed_weights
 
 from .untrusted import CheckpointError, Checksum, Count
@@ -107,8 +107,8 @@ def once_for_tied(
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
     """Names of the unsplit model that are one weight. Sorted, so that any layout names a group alike. What was tied
-    when the model was split, whatever it declares; buffers, and models that were not split, go by that."""
-    aliases = known_of(model).aliases
+    when the model was split, or is now if it was not, whatever it declares; buffers go by that."""
+    aliases = known_of(model).aliases or alias_groups(model)
     known = {name for names in aliases for name in names}
     groups: dict[str, set[str]] = {names[0]: set(names) for names in aliases if len(names) > 1}
     for target, source in ties_of(model).items():

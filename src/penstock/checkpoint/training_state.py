@@ -344,10 +344,15 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
         with writing(path, "plain data", len(data)):
             os.makedirs(folder, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.remove(draft)  # of a save that was killed, or failed
-            write_bytes(draft, data)
-            flush_file(draft)
-            os.replace(draft, path)
+                os.remove(draft)  # of a save that was killed
+            try:
+                write_bytes(draft, data)
+                flush_file(draft)
+                os.replace(draft, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.remove(draft)
+                raise
             flush_file(folder)
 
     world_comm.together(f"writing the file to save {path}", write, f"what was in {path} before is intact")

@@ -47,9 +47,11 @@ from penstock.runtime.gradients.updates import mixed_update
 from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 from penstock.runtime.inputs import (
     StepInputs,
+    kept_buffers,
     refuse_tuples,
     refuse_without_loss,
     refuse_wrong_types,
+    warn_of_changed_buffers,
     warn_of_inexact_loss,
 )
 from penstock.runtime.loop import TrainingLoop
@@ -328,6 +330,7 @@ class Engine:
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
+        buffers = kept_buffers(self.split.model) if self.report is None else {}
         recorder = None
         if self.trace and self.make_recorder is not None and (steps is None or steps[0] <= number <= steps[1]):
             recorder = self.of_formation(self.make_recorder)
@@ -351,6 +354,7 @@ class Engine:
                 self._parts.updates.end_step()
         if step.interruption is not None:
             raise step.interruption
+        warn_of_changed_buffers(self.split.model, buffers)
 
     def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
         """The model's output for the whole batch, on every rank of this pipeline, without gradients."""

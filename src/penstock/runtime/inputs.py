@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from penstock.modeling.graph.loss import Criterion, read_counts
@@ -192,6 +193,34 @@ def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
                 "equals the unsplit model accumulating over the same microbatches, not over the whole batch at once",
                 stacklevel=2,
             )
+
+
+def kept_buffers(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """The buffers that a checkpoint has, each with the number of its changes in place. Not those of batch
+    normalisation, of which users are warned at once."""
+    return {
+        f"{module_name}.{name}".lstrip("."): (buffer, 0 if buffer.is_inference() else buffer._version)
+        for module_name, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and not isinstance(module, _BatchNorm)
+    }
+
+
+def warn_of_changed_buffers(model: nn.Module, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    """Warn if the forwards of a step have changed buffers of this rank's stages."""
+    now = kept_buffers(model) if before else {}
+    changed = [
+        name
+        for name, (buffer, version) in before.items()
+        if name in now and (now[name][0] is not buffer or now[name][1] != version)
+    ]
+    if changed:
+        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        warnings.warn(
+            f"a forward in training changes buffers ({shown}), and runs for each microbatch: the run equals the "
+            "unsplit model accumulating over the same microbatches, not over the whole batch at once",
+            stacklevel=2,
+        )
 
 
 def refuse_without_loss(model: nn.Module, inputs: StepInputs) -> None:
