@@ -124,6 +124,24 @@ def test_what_does_not_fit_the_model_is_refused(saved: Path, tmp_path: Path) -> 
     refuse(tmp_path / "untied", "different values for ['lm_head.weight', 'transformer.wte.weight']")
 
 
+def test_further_names_in_an_older_table_are_read(saved: Path) -> None:
+    other, stored = "transformer.h.0.ln_2.weight", "transformer.h.0.ln_1.weight"
+
+    def change(table: dict[str, Any]) -> None:
+        table["files"][FIRST]["aliases"] = {other: stored}
+        del table["files"][FIRST]["tensors"][other]
+
+    edit(saved, change)
+    models = split_copies(gpt2(9), 2)
+    raised(load(models, saved))
+    expected = gpt2(1)
+    with torch.no_grad():
+        expected.transformer.h[0].ln_2.weight.copy_(expected.transformer.h[0].ln_1.weight)
+    assert_hold_together(models, expected)
+    edit(saved, lambda table: table["files"][FIRST].update(aliases={other: "nowhere"}))
+    refuse(saved, f"lacks tensors of the model: {other}")
+
+
 def test_a_folder_without_a_parallel_checkpoint_is_explained(tmp_path: Path) -> None:
     refuse(tmp_path / "nowhere", "nowhere is no directory")
     gpt2().save_pretrained(tmp_path / "plain")
