@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.checking.reasons import near, reason_of_difference, taken
+from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, near, reason_of_difference, taken
 from penstock.config import Configuration
 from penstock.initialize import initialize
 from penstock.modeling.graph.dummy_inputs import dtype_of
@@ -167,6 +167,7 @@ class Comparison:
         ids = [n for n, v in self.inputs.items() if isinstance(v, torch.Tensor) and v.dtype == torch.int64 and v.dim()]
         counts = [[int((part[name][..., start:] != -100).sum()) for part in parts] for name in ids for start in (0, 1)]
         kinds = [[each / sum(weights) for each in weights] for weights in [sizes, *counts] if sum(weights)]
+        kinds.append([1.0] * len(parts))  # of a sum
         of_loss = "the loss of" in self.warned
         model = copy.deepcopy(self.initial).train(of_loss)
         with torch.no_grad():
@@ -179,11 +180,12 @@ class Comparison:
         difference, where = _furthest(ours, theirs(self.whole), scale)
         if difference <= self.tolerance:
             return Row(what, EXACT, difference, where)
-        if self.warned:
-            beside, at = _furthest(ours, theirs(self._accumulated), scale)
-            if beside <= self.tolerance:
-                return Row(what, ACCUMULATED, beside, at, self._reason_of_accumulation)
-        return Row(what, DIFFERS, difference, where, self._why)
+        beside, at = _furthest(ours, theirs(self._accumulated), scale)
+        if beside > self.tolerance or (not self.warned and self._why != NOT_FOUND):
+            return Row(what, DIFFERS, difference, where, self._why)
+        if not self.warned:
+            return Row(what, DIFFERS, difference, where, OF_ACCUMULATION)
+        return Row(what, ACCUMULATED, beside, at, self._reason_of_accumulation)
 
     @functools.cached_property
     def _reason_of_accumulation(self) -> str:

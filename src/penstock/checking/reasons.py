@@ -29,6 +29,13 @@ def taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name in parameters}
 
 
+NOT_FOUND = "not found: this may be a defect of Penstock; please report it with this table"
+OF_ACCUMULATION = (
+    "the unsplit model gives the same when it accumulates over the same microbatches: what it computes for a sample "
+    "depends on the others (experts with room for so many tokens), or on roundings in single precision"
+)
+
+
 def reason_of_difference(
     model: nn.Module,
     inputs: Mapping[str, Any],
@@ -55,7 +62,7 @@ def reason_of_difference(
         )
     whole = _loss(model, inputs, loss_of)
     if near(sum(_loss(model, part, loss_of) * share for part, share in pieces), whole):
-        return "not found: this may be a defect of Penstock; please report it with this table"
+        return NOT_FOUND
     for dims in _other_dims(inputs):
         size = next(inputs[name].shape[dim] for name, dim in dims.items() if dim)
         halves = [size - size // 2, size // 2]
