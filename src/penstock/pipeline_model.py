@@ -7,7 +7,6 @@ import copy
 import functools
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
@@ -31,6 +30,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.formation import for_copy
 from penstock.runtime.gradients.weight_gradients import uninstall
+from penstock.runtime.inputs import warn_of_batch_statistics
 
 if TYPE_CHECKING:
     from penstock.config import Configuration
@@ -404,7 +404,7 @@ def attach(
 ) -> Model:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
-        _warn_of_batch_statistics(model)
+        warn_of_batch_statistics(model)
     mixin = room("PipelineDiffusionModel") if of_diffusers(type(model)) else PipelineModel
     mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else mixin)
     _hand_over_saving(type(model))
@@ -436,16 +436,3 @@ def _of_the_whole_model(name: str, method: Callable[..., Any]) -> Callable[..., 
         return method(self, *args, **kwargs)
 
     return save
-
-
-def _warn_of_batch_statistics(model: torch.nn.Module) -> None:
-    normalising = [
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-    ]
-    if normalising:
-        shown = ", ".join(normalising[:3]) + (f" and {len(normalising) - 3} more" if len(normalising) > 3 else "")
-        warnings.warn(
-            f"in training, batch normalisation ({shown}) takes its statistics from each microbatch: the run equals the "
-            "unsplit model accumulating over the same microbatches, not over the whole batch at once",
-            stacklevel=3,
-        )

@@ -126,10 +126,8 @@ def _names_of(model: PreTrainedModel) -> set[str]:
 
 
 def _contradicts(template_name: str, names: Collection[str]) -> bool:
-    """Whether a template's name is a model class or model type of transformers, and another one than the model's.
-
-    Any other name is the user's own label, which says nothing about the model.
-    """
+    """Whether a template's name is a model class or model type of transformers, and another one than the model's. Any
+    other name is the user's own label, which says nothing about the model."""
     if template_name in names:
         return False
     short = template_name.rpartition(".")[2]

@@ -28,6 +28,7 @@ from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.nested import named_tensors
 from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.inputs import AS_ACCUMULATED
 
 EXACT, ACCUMULATED, NOT_TRIED = "exact", "exact against accumulation", "not tried"
 REFUSED, DIFFERS, FAILED = "refused", "differs", "failed"
@@ -99,7 +100,8 @@ class Comparison:
         self.initial, self.inputs, self.configuration = model, inputs, configuration
         self.criterion, self.steps = criterion, steps
         self.tolerance = TOLERANCES[dtype_of(model)]
-        self.schedule = configuration.schedule  # its name, once it is chosen, and then the number of stages
+        # Those that were chosen, once they are.
+        self.schedule: Any = configuration.schedule
         self.num_stages: Any = configuration.pipeline_parallel_size
         self.whole = self._unsplit([(inputs, 1.0)])
 
@@ -118,11 +120,11 @@ class Comparison:
                 ours = Trained.of(model, losses, self.steps, self.whole.rate)
         except Exception as error:
             return [_failed("training", error)]
-        said = [str(w.message) for w in caught if "accumulating over the same microbatches" in str(w.message)]
+        said = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
         self.model, context = model, model.pipeline.context
         ranks = Ranks(context.groups.world_control, context.board.guard)
         told = ranks.exchange(said, "comparing warnings")  # only the rank with the loss warns of it
-        self.warned = next((text.partition(": the run equals")[0] for texts in told for text in texts), "")
+        self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in told for text in texts), "")
         self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, self._weights()
         tries: dict[str, Callable[[], Row | None]] = {
             "loss": lambda: self._row("loss", ours.losses, lambda run: run.losses),
@@ -181,11 +183,11 @@ class Comparison:
         if difference <= self.tolerance:
             return Row(what, EXACT, difference, where)
         beside, at = _furthest(ours, theirs(self._accumulated), scale)
-        if beside > self.tolerance or (not self.warned and self._why != NOT_FOUND):
-            return Row(what, DIFFERS, difference, where, self._why)
-        if not self.warned:
-            return Row(what, DIFFERS, difference, where, OF_ACCUMULATION)
-        return Row(what, ACCUMULATED, beside, at, self._reason_of_accumulation)
+        alike = beside <= self.tolerance
+        if alike and self.warned:
+            return Row(what, ACCUMULATED, beside, at, self._reason_of_accumulation)
+        why = OF_ACCUMULATION if alike and self._why == NOT_FOUND else self._why
+        return Row(what, DIFFERS, difference, where, why)
 
     @functools.cached_property
     def _reason_of_accumulation(self) -> str:

@@ -318,12 +318,7 @@ class Decoding:
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         if plan.digest not in self._compared:
-            # All ranks meet here, each when its first stage is due (see `in_turns`). One that has the last stage, too,
-            # comes here as soon as tokens are chosen.
-            if self.chooses and len(self._context.stages) > 1:
-                self._pass_on(self._forwards.visits[0][0])
-            if plan.digest not in self._compared:  # another group may have compared it meanwhile
-                self._compare(plan)
+            self._compare(plan)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
@@ -361,8 +356,13 @@ class Decoding:
         return output
 
     def _compare(self, plan: ForwardPlan) -> None:
-        """Raise SettingsMismatch, on every rank, if the others' plan is another one."""
-        if len(self.ranks) > 1:
+        """Raise SettingsMismatch, on every rank, if the others' plan is another one.
+
+        The ranks meet here, each when its first stage is due; see `in_turns`. One that has the last stage, too, comes
+        as soon as tokens are chosen, and lets others go first, which may compare the plan meanwhile."""
+        if self.chooses and len(self._context.stages) > 1:
+            self._pass_on(self._forwards.visits[0][0])
+        if len(self.ranks) > 1 and plan.digest not in self._compared:
             every = self.gather([plan.checksum])
             compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, every, strict=True)})
         self._compared.add(plan.digest)

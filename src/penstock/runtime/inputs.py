@@ -21,6 +21,10 @@ from penstock.nested import named_tensors
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 SEED_MASK = (1 << 63) - 1
+# How each warning of what a pipeline cannot keep ends.
+AS_ACCUMULATED = (
+    "the run equals the unsplit model accumulating over the same microbatches, not over the whole batch at once"
+)
 
 
 @dataclass(frozen=True)
@@ -188,11 +192,15 @@ def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
     """Warn, as often as the user's filters let it through, if microbatches cannot add up to the whole batch's loss."""
     for plan in inputs.plans[:1]:
         if plan.loss is not None and not plan.loss.exact:
-            warnings.warn(
-                f"the loss of {type(model).__name__} is no mean over tokens or samples ({plan.loss.reason}): the run "
-                "equals the unsplit model accumulating over the same microbatches, not over the whole batch at once",
-                stacklevel=2,
-            )
+            what = f"the loss of {type(model).__name__} is no mean over tokens or samples ({plan.loss.reason})"
+            warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
+
+
+def warn_of_batch_statistics(model: nn.Module) -> None:
+    normalising = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if normalising:
+        what = f"in training, batch normalisation ({_some(normalising)}) takes its statistics from each microbatch"
+        warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=3)
 
 
 def kept_buffers(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
@@ -209,18 +217,15 @@ def kept_buffers(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
 def warn_of_changed_buffers(model: nn.Module, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
     """Warn if the forwards of a step have changed buffers of this rank's stages."""
     now = kept_buffers(model) if before else {}
-    changed = [
-        name
-        for name, (buffer, version) in before.items()
-        if name in now and (now[name][0] is not buffer or now[name][1] != version)
-    ]
+    both = [(name, *before[name], *now[name]) for name in now.keys() & before.keys()]
+    changed = sorted(name for name, was, version, buffer, latest in both if was is not buffer or version != latest)
     if changed:
-        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-        warnings.warn(
-            f"a forward in training changes buffers ({shown}), and runs for each microbatch: the run equals the "
-            "unsplit model accumulating over the same microbatches, not over the whole batch at once",
-            stacklevel=2,
-        )
+        what = f"a forward in training changes buffers ({_some(changed)}), and runs for each microbatch"
+        warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_without_loss(model: nn.Module, inputs: StepInputs) -> None:

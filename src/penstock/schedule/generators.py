@@ -120,11 +120,9 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _zero_bubble(name: str, num_ranks: int, num_microbatches: int, reserve: int) -> Schedule:
     """1F1B in which stage r warms up with `reserve` * (p - r - 1) forwards and puts off `reserve` * r weight gradients.
-
     The papers' stage runs W for the microbatch that is so many behind the one of its last B. Here it keeps those of its
     first microbatches for the end and runs the others right after their B, which takes the same time and finds their
-    tensors in the caches.
-    """
+    tensors in the caches."""
     actions = []
     for stage in range(num_ranks):
         forwards = (Action(Kind.F, stage, microbatch) for microbatch in range(num_microbatches))
@@ -248,12 +246,10 @@ def _v_schedule(
 
 @lru_cache(maxsize=256)
 def _building_block(num_ranks: int, hops: Hops) -> tuple[tuple[int, int, int, int], ...]:
-    """Per rank, when one microbatch is there on its four passes: F down, F up, B down, B up.
-
-    The turns at either end take the shortest times with which no rank ever has two actions at once when the block is
-    repeated at the interval. Of equally short ones, those with the longest turn from F to B: that slack keeps the
-    steady state from stalling where F, B and W differ.
-    """
+    """Per rank, when one microbatch is there on its four passes: F down, F up, B down, B up. The turns at either end
+    take the shortest times with which no rank ever has two actions at once when the block is repeated at the interval.
+    Of equally short ones, those with the longest turn from F to B: that slack keeps the steady state from stalling
+    where F, B and W differ."""
     last = num_ranks - 1
     for turns in sorted(product(range(1, INTERVAL + 1), repeat=3), key=lambda turns: (sum(turns), -turns[1])):
         forward_up = hops.forward_down * last + turns[0]
@@ -277,12 +273,10 @@ def _building_block(num_ranks: int, hops: Hops) -> tuple[tuple[int, int, int, in
 def _squeeze(
     orders: list[list[Action]], num_stages: int, live_limit: int, early_limit: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Run each rank's F and B in order, one action per unit of time, as early as they can.
-
-    An F waits while the rank holds `live_limit` (stage, microbatch) pairs that have no W yet. A rank that would wait
-    takes its next F on the way down out of turn if it holds fewer than `early_limit`, and else a W that was put off:
-    the latest, whose tensors are still in the caches.
-    """
+    """Run each rank's F and B in order, one action per unit of time, as early as they can. An F waits while the rank
+    holds `live_limit` (stage, microbatch) pairs that have no W yet. A rank that would wait takes its next F on the way
+    down out of turn if it holds fewer than `early_limit`, and else a W that was put off: the latest, whose tensors are
+    still in the caches."""
     last = num_stages - 1
     forward, weight = Kind.F, Kind.W
     num_microbatches = sum(action[0] is forward and action[1] == 0 for action in orders[0])

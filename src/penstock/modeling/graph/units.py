@@ -200,10 +200,8 @@ class _Candidates:
                 self._descend(full, child)
 
     def _holds_blocks(self, module: nn.Module, in_list: bool) -> bool:
-        """Whether to look for units inside a module.
-
-        A list inside an entry of a list is no list of blocks (experts, heads), unless transformers names its entries.
-        """
+        """Whether to look for units inside a module. A list inside an entry of a list is no list of blocks (experts,
+        heads), unless transformers names its entries."""
         inner = list(modules_inside(module))
         lists = list(filter(self._is_block_list, inner))
         if in_list and not any(entries in self._sequences for entries in lists):
@@ -219,15 +217,9 @@ class _Candidates:
 
 
 def _sequences(module: nn.Module, is_list: bool, in_list: bool = False) -> set[nn.Module]:
-    """The `nn.Sequential`s at and below `module` that are lists of blocks. transformers' own code has none.
-
-    Inside an entry of a list, where a block may have a Sequential of its layers, they are those that repeat a module of
-    several layers, as the stages of a convolutional network do.
-
-    Args:
-        is_list: whether `module` is one.
-        in_list: whether it is inside an entry of a list.
-    """
+    """The `nn.Sequential`s at and below `module` that are lists of blocks, as it is itself if `is_list`. transformers'
+    own code has none. Inside an entry of a list (`in_list`), where a block may have a Sequential of its layers, they
+    are those that repeat a module of several layers, as the stages of a convolutional network do."""
     found = {module} if is_list else set()
     if type(module).__module__.startswith("transformers."):
         return found
@@ -263,11 +255,9 @@ def _parts(model: nn.Module, unit: str) -> list[str]:
 
 
 def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:
-    """`units` after the model's code used `tensor` of one of them without calling that unit.
-
-    If the code called a module inside the unit, its parts are units. Otherwise it read the tensor itself, which then
-    must be on every stage, outside of units; small as a rule: a buffer of positions beside an embedding.
-    """
+    """`units` after the model's code used `tensor` of one of them without calling that unit. If it called a module
+    inside the unit, its parts are units. Otherwise it read the tensor itself, which then must be on every stage,
+    outside of units; small as a rule: a buffer of positions beside an embedding."""
     kept = []
     for unit in units:
         if not tensor.startswith(f"{unit}."):
@@ -289,11 +279,9 @@ def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed) -> list[str]
 
 
 def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mapping[str, Any]) -> list[str]:
-    """Units by their first call; one that is never called stands before the unit that is defined after it.
-
-    If the trace had no images or sounds, although the model takes some, units that were not called are for these, and
-    stand before the first block at the latest: what they compute goes into its input.
-    """
+    """Units by their first call; one that is never called stands before the unit that is defined after it. If the trace
+    had no images or sounds, although the model takes some, units that were not called are for these, and stand before
+    the first block at the latest: what they compute goes into its input."""
     first: dict[str, int] = {}
     for position, call in enumerate(found.calls):
         first.setdefault(call.unit, position)

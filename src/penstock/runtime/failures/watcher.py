@@ -172,10 +172,7 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
         store.set_timeout(CONNECT)
         return store.clone()
     except Exception as error:
-        logger.warning(
-            "the watcher may learn late of a lost rank: it has no connection of its own to the store (%s)",
-            in_one_line(error),
-        )
+        logger.warning("the watcher may learn late of lost ranks: no connection of its own (%s)", in_one_line(error))
         return None
     finally:
         store.set_timeout(before)

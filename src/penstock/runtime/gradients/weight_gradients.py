@@ -125,12 +125,10 @@ def install(model: nn.Module, queues: WeightGradientQueues, without: nn.Module |
 
 
 def _deferrable(model: nn.Module, without: nn.Module | None = None) -> Iterator[nn.Linear | Conv1D]:
-    """The layers that can defer: plain `nn.Linear` and GPT-2's `Conv1D`.
-
-    Subclasses may compute something else, and a weight with several holders in this model also gets gradients
-    elsewhere, so both keep autograd's own gradient. So does a layer with far more outputs than inputs, such as the head
-    of a language model: for a weight gradient put off the gradient of the outputs stays.
-    """
+    """The layers that can defer: plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a
+    weight with several holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. So
+    does a layer with far more outputs than inputs, such as the head of a language model: for a weight gradient put off
+    the gradient of the outputs stays."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     left_out = set() if without is None else set(without.modules())
     for module in model.modules():
