@@ -390,7 +390,7 @@ class Decoding:
         if self.chooses:
             self._due.append(group.token)
         else:
-            output["logits"] = logits.new_zeros((logits.shape[0], 1, 1))
+            output["logits"] = torch.zeros((logits.shape[0], 1, 1), dtype=logits.dtype, device=logits.device)
             group.expected = self._results.expect(1, specs=[group.token])
 
     def _give(self, chosen: torch.Tensor) -> None:
