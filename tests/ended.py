@@ -25,7 +25,7 @@ from launch import agent_store, free_port
 
 LIMIT = 10.0  # what is promised
 PATIENCE, PATIENCE_EACH = 60.0, 3.0  # for a whole run, on a busy machine, and for each rank beyond eight
-ENDING = 20.0  # for a process, once it has said how it ended, and PATIENCE_EACH for each rank beyond eight, too
+ENDING = 20.0  # for a process, once it has said how it ended
 
 
 class End(NamedTuple):
@@ -95,7 +95,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, by
             pipes[ours] = rank
         try:
             ends = _collect(pipes, processes)
-            deadline = time.monotonic() + ENDING + PATIENCE_EACH * max(0, world_size - 8)
+            deadline = time.monotonic() + ENDING
             while any(p.poll() is None and e.kind != "stands still" for p, e in zip(processes, ends, strict=True)):
                 assert time.monotonic() < deadline, f"a process does not end: {ends}"
                 time.sleep(0.02)
