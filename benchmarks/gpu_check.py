@@ -11,8 +11,9 @@ made eagerly; evaluation and generation; a rank that is killed; and throughput o
 DistributedDataParallel and torch's own pipelining, with the part of a step for which the host is busy, and what the
 schedule "auto" is. Every check is processes of its own, so one that hangs is stopped, and the table says so.
 
-On one GPU, NCCL refuses two ranks: messages go through the host (`shared_card.py`). What is exact and whether the host
-is ahead are then what they are on two; throughput says nothing.
+On one GPU, NCCL refuses two ranks of one host: each says it is on a host of its own (`one_card.py`), and NCCL carries
+messages over sockets, or with `--transport host` they go over gloo (`shared_card.py`). What is exact and whether the
+host is ahead are then what they are on two; throughput says nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 from contestants import TorchStage, loss_of
 from processes import free_port
-from shared_card import use_shared_card
+from shared_card import send_through_the_host
 from torch import nn
 from torch.distributed import pipelining
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -52,8 +53,12 @@ ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 EMULATED = Path(__file__).resolve().parent.parent / "tests"
-# In a rank's environment: it shares the only GPU with others.
+# In a rank's environment: it shares the only GPU with others, and how messages travel then.
 SHARED = "PENSTOCK_SHARED_CARD"
+TRANSPORTS = {
+    "nccl": "NCCL takes each for a host of its own: messages go over its sockets.",
+    "host": "Messages go over gloo, through the host's memory.",
+}
 
 
 def main() -> int:
@@ -61,13 +66,19 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu", "emulated"), default="cuda")
     parser.add_argument("--ranks", type=int, default=2, help="processes; each has a GPU, or all share the only one")
     parser.add_argument("--only", default="", help="run the checks whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=3, help="of the throughput of each contestant")
+    parser.add_argument("--transport", choices=("nccl", "host"), default="nccl", help="of ranks that share one GPU")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         if options.device == "emulated":
             use_emulated_device()
-        if os.environ.get(SHARED):
-            use_shared_card()
+        if shared := os.environ.get(SHARED):
+            from one_card import count_as_own
+
+            count_as_own()
+            if shared == "host":
+                send_through_the_host()
         check, arguments = json.loads(options.worker)
         # The end of a process that has lost another may take longer than what is measured.
         print(json.dumps(CHECKS[check](**arguments)), flush=True)
@@ -76,7 +87,9 @@ def main() -> int:
     if cards != 1 and cards < options.ranks:
         print(f"this machine has {cards} GPUs: use one, or {options.ranks} for {options.ranks} ranks; try --device cpu")
         return 2
-    return check_all(options.device, options.ranks, options.only, shared=options.device != "cpu" and cards == 1)
+    shared = options.device != "cpu" and cards == 1
+    transport = "host" if options.device == "emulated" else options.transport
+    return check_all(options.device, options.ranks, options.only, transport if shared else "", options.rounds)
 
 
 def use_emulated_device() -> None:
@@ -89,13 +102,17 @@ def use_emulated_device() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 
-def check_all(device: str, ranks: int, only: str, shared: bool) -> int:
-    """Run every check, and print the table as it grows. Returns the number of checks that failed."""
+def check_all(device: str, ranks: int, only: str, shared: str, rounds: int) -> int:
+    """Run every check, and print the table as it grows. Returns the number of checks that failed.
+
+    Args:
+        shared: how messages travel if the ranks share one GPU: "nccl" or "host".
+    """
     names = {"cuda": torch.cuda.get_device_name, "emulated": lambda: "emulated GPU"}
     name = names.get(device, lambda: platform.processor() or platform.machine())()
     print(f"penstock {penstock.__version__}, torch {torch.__version__}, {ranks} ranks, {name}")
     if shared:
-        print("The ranks share one GPU. NCCL refuses that: messages go over gloo, through the host's memory.")
+        print(f"The ranks share one GPU. {TRANSPORTS[shared]}")
     print("\n| check | result | seconds | |\n|---|---|---|---|")
     failed = 0
     schedules = schedule_names()
@@ -106,17 +123,20 @@ def check_all(device: str, ranks: int, only: str, shared: bool) -> int:
     plan: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         *((f"{each}: exact", "exact", {"schedule": each}, {}) for each in schedules),
         *((f"{each}: waits everywhere", "exact", {"schedule": each, "waits": True}, {}) for each in schedules),
-        *([] if shared else nccl),
+        *(nccl if device == "cuda" and shared != "host" else []),
+        ("bfloat16 autocast", "half", {"name": "bfloat16"}, {}),
+        ("float16 autocast with a GradScaler", "half", {"name": "float16"}, {}),
         ("evaluation and generation", "without_gradients", {}, {}),
+        *([("no host waits", "no_waits", {}, {})] if device == "cuda" and shared != "host" else []),
         ("a rank is killed", "killed", {"waits": False}, {}),
         ("a rank is killed, others wait for the device", "killed", {"waits": True}, {}),
     ]
-    sharing = {SHARED: "1"} if shared else {}
+    sharing = {SHARED: shared} if shared else {}
     for what, check, arguments, environment in plan:
         if only in what:
             failed += not show(what, *run(check, ranks, device, arguments, environment | sharing))
     if only in "throughput":
-        failed += compare_throughput(device, ranks, sharing)
+        failed += compare_throughput(device, ranks, sharing, rounds)
     print(f"\n{failed} failed" if failed else "\nall passed")
     return failed
 
@@ -131,29 +151,30 @@ def show(what: str, answers: Sequence[Any], seconds: float) -> bool:
     return passed
 
 
-def compare_throughput(device: str, ranks: int, sharing: dict[str, str]) -> int:
+def compare_throughput(device: str, ranks: int, sharing: dict[str, str], rounds: int) -> int:
     """Steps of one process, of pipelines and of peers, in turn; a row for each. Returns the number that failed."""
     results: dict[str, list[dict[str, Any]]] = {}
     contestants = {name: (ranks, "throughput", name) for name in ("auto", "1f1b", "zb-h1", "zb-v")}
     contestants |= {"one device": (1, "throughput", "1f1b"), "DistributedDataParallel": (ranks, "peer", "ddp")}
     contestants["torch's Schedule1F1B"] = (ranks, "peer", "Schedule1F1B")
     failed = 0
-    for _ in range(3):
+    for _ in range(rounds):
         for name, (count, check, schedule) in contestants.items():
             answers, _ = run(check, count, device, {"schedule": schedule, "small": device != "cuda"}, sharing)
             if all(isinstance(answer, dict) for answer in answers):
-                results.setdefault(name, []).append(answers[0])
+                results.setdefault(name, []).append(answers[0] | {"peak": [answer["peak"] for answer in answers]})
             else:
                 failed += 1
                 print(f"| throughput, {name} | FAILED | | {answers} |")
     one = results.pop("one device", None)
-    for name, rounds in results.items():
-        tokens = statistics.median(each["tokens"] for each in rounds)
-        host = statistics.median(each["host"] for each in rounds)
+    for name, found in results.items():
+        tokens = statistics.median(each["tokens"] for each in found)
+        host = statistics.median(each["host"] for each in found)
         beside = statistics.median(each["tokens"] for each in one) if one else float("nan")
         said = f"{tokens / beside / ranks:.2f} of {ranks} devices; the host is busy for {host:.2f} of a step"
-        chosen = f"; it is {rounds[0]['schedule']}" if name == "auto" else ""
-        print(f"| throughput, {name} | {tokens:.0f} tokens/s | | {said}{chosen} |")
+        chosen = f"; it is {found[0]['schedule']}" if name == "auto" else ""
+        peaks = ", ".join(f"{peak / 2**30:.1f}" for peak in found[0]["peak"])
+        print(f"| throughput, {name} | {tokens:.0f} tokens/s | | {said}{chosen}; at most {peaks} GiB |")
     return failed
 
 
@@ -238,7 +259,9 @@ def wait_in_every_block(model: Any) -> None:
 def exact(schedule: str, waits: bool = False, eager: bool = False) -> dict[str, Any]:
     """Two steps; losses and gradients of the second against the unsplit model's."""
     if eager:
-        local = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else None
+        local = None
+        if torch.cuda.is_available():
+            local = torch.device("cuda", min(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count() - 1))
         dist.init_process_group("cpu:gloo,cuda:nccl" if local is not None else "gloo", device_id=local)
     model = make_model()
     plain = copy.deepcopy(model)
@@ -254,13 +277,60 @@ def exact(schedule: str, waits: bool = False, eager: bool = False) -> dict[str, 
                 wait_for_device()
             output.loss.backward()
             losses.append(output.loss.detach())
+    return compared(model, expected, abs(float(sum(losses)) - expected_loss) / expected_loss)
+
+
+def half(name: str) -> dict[str, Any]:
+    """Gradients of a step under autocast against the unsplit model's, which accumulates over the same microbatches."""
+    model, dtype = make_model(), getattr(torch, name)
+    whole = copy.deepcopy(model)
+    model = distributed(model, "1f1b", num_microbatches=4)
+    whole = whole.to(model.device)
+    scale = 1024.0 if dtype == torch.float16 else 1.0
+    scaler = torch.amp.GradScaler(model.device.type, scale)
+    batch = make_batch()
+    tokens = (batch["labels"][:, 1:] != -100).sum()
+    for part in zip(*(value.chunk(4) for value in batch.values()), strict=True):
+        with torch.autocast(model.device.type, dtype):
+            loss = whole(**dict(zip(batch, to(model.device, part), strict=True)), num_items_in_batch=tokens).loss
+        (loss * scale).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast(model.device.type, dtype):
+        outputs = model(**batch)
+    for output in outputs:
+        scaler.scale(output.loss).backward()
+    scaler.unscale_(optimizer)
+    named = whole.named_parameters(remove_duplicate=False)
+    return compared(model, {name: parameter.grad / scale for name, parameter in named})
+
+
+def to(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.to(device) for tensor in tensors]
+
+
+def compared(model: Any, expected: dict[str, torch.Tensor], worst: float = 0.0) -> dict[str, Any]:
+    """The answer for gradients that should be these; `worst` is another difference that counts."""
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
-    worst = max(
+    differences = [
         float((parameter.grad - expected[name]).abs().max()) / scale for name, parameter in model.named_parameters()
-    )
-    off = abs(float(sum(losses)) - expected_loss) / expected_loss
-    passed = worst < LARGEST_DIFFERENCE and off < LARGEST_DIFFERENCE
-    return {"passed": passed, "said": f"gradients within {worst:.0e}" if dist.get_rank() == 0 or not passed else ""}
+    ]
+    passed = max(worst, *differences) < LARGEST_DIFFERENCE
+    told = dist.get_rank() == 0 or not passed
+    return {"passed": passed, "said": f"gradients within {max(differences):.0e}" if told else ""}
+
+
+def no_waits() -> dict[str, Any]:
+    """CUDA raises where a host waits for it in the fourth step."""
+    model = distributed(make_model(), "1f1b", num_microbatches=4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step == 3 else "default")
+        for output in model(**make_batch()):
+            output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    return {"passed": True, "said": ""}
 
 
 def without_gradients() -> dict[str, Any]:
@@ -371,11 +441,15 @@ def timed(losses: Callable[[], None], parameters: Iterable[nn.Parameter], small:
     host = time.perf_counter() - start
     wait_for_device()
     seconds = time.perf_counter() - start
-    return {"passed": True, "said": "", "tokens": (steps - begun) * size * length / seconds, "host": host / seconds}
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    tokens = (steps - begun) * size * length / seconds
+    return {"passed": True, "said": "", "tokens": tokens, "host": host / seconds, "peak": peak}
 
 
 CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
     "exact": exact,
+    "half": half,
+    "no_waits": no_waits,
     "without_gradients": without_gradients,
     "killed": killed,
     "throughput": throughput,

@@ -1,15 +1,13 @@
-"""A transport for ranks that share one GPU, where NCCL refuses: gloo's, through copies in the host's memory.
+"""A transport for ranks that share one GPU, where there is no NCCL: gloo's, through copies in the host's memory.
 
 For checks only: each message is copied twice, and the ranks take turns on the card.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,21 +88,6 @@ def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def use_shared_card() -> None:
-    """Make it the transport between accelerators, and let each rank count the card as its own."""
-    kind = torch.accelerator.current_accelerator().type
-    SharedCard.register(kind)
-    module = torch.get_device_module(kind)
-    properties = module.get_device_properties
-    module.get_device_properties = lambda device=None: _Own(properties(device))
-
-
-class _Own(SimpleNamespace):
-    """Properties of a device, with a name of this process."""
-
-    def __init__(self, properties: Any):
-        super().__init__(uuid=f"of process {os.getpid()}")
-        self._properties = properties
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._properties, name)
+def send_through_the_host() -> None:
+    """Make it the transport between accelerators."""
+    SharedCard.register(torch.accelerator.current_accelerator().type)

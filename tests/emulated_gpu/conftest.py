@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import emulated_device
 import pytest
+from emulated_ranks import REAL
 
 from pool import Pool
 
@@ -15,11 +17,15 @@ from pool import Pool
 @pytest.fixture(scope="session")
 def gpus() -> Iterator[Callable[..., Any]]:
     """`Pool.run` on processes with an emulated GPU each; the functions call `emulated_ranks.use_gpu` first."""
-    missing = emulated_device.missing_compiler()
-    if missing is not None:
-        pytest.skip(missing)
+    if REAL in os.environ:  # the number of the one that all share; the variable hides it from this process
+        environment = {"CUDA_VISIBLE_DEVICES": os.environ[REAL]}
+    else:
+        missing = emulated_device.missing_compiler()
+        if missing is not None:
+            pytest.skip(missing)
+        environment = {emulated_device.LIBRARY: str(emulated_device.build())}
     workers = Pool()
     try:
-        yield partial(workers.run, environment={emulated_device.LIBRARY: str(emulated_device.build())}, timeout=120)
+        yield partial(workers.run, environment=environment, timeout=120)
     finally:
         workers.close()

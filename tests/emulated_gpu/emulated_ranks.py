@@ -12,6 +12,7 @@ import emulated_device
 import emulated_nccl
 import torch
 from emulated_device import host_waits
+from one_card import count_as_own
 
 from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
@@ -20,9 +21,15 @@ from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.random_state import generators_of
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
 
+# In the environment of the session: the number of a real GPU, which the ranks share in place of the emulated ones.
+REAL = "PENSTOCK_REAL_GPU"
+
 
 def use_gpu() -> torch.device:
-    """This process has an emulated GPU from here on, if its pool says so; otherwise it computes on the CPU."""
+    """This process has a GPU from here on, emulated or real, if its pool says so; otherwise it computes on the CPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") and REAL in os.environ:
+        count_as_own()
+        return torch.device("cuda", 0)
     if emulated_device.LIBRARY not in os.environ:
         return torch.device("cpu")
     device = emulated_device.load()
@@ -113,7 +120,7 @@ def train(case: Case, num_steps: int = 2, check_sends: bool = True) -> list[Step
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-        if check_sends:
+        if check_sends and device.type != "cuda":
             assert (emulated_nccl.counts.get("send", 0) > 0) == (device.type == "gpu"), (
                 "values travel by its own transport"
             )

@@ -122,7 +122,7 @@ def train_though_one_dies(store: str, victim: int, steps: int) -> dict[int, floa
             optimizer.step()
             losses[booster.step] = loss.item()
         assert {parameter.device for parameter in model.parameters() if not is_ghost(parameter)} == {device}
-        assert emulated_nccl.counts.get("allreduce", 0) > 0
+        assert device.type == "cuda" or emulated_nccl.counts.get("allreduce", 0) > 0
         assert [change.lost for change in booster.changes] == [(victim,)]
         model.pipeline.close()
         assert "penstock-member" not in {thread.name for thread in threading.enumerate()}
