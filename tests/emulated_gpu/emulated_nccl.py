@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,10 @@ class EmulatedNccl(HostGroup):
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
+        """It frees memory, for which it waits for the kernels of all communicators."""
         self.aborted = True
+        while any(not work.is_completed() for work in list(under_way)):
+            time.sleep(0.01)
 
     def shutdown(self) -> None:
         if not self.aborted:

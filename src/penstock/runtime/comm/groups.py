@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -113,6 +114,18 @@ class Groups:
         self._aborted = True
         abort_groups(list(self._mine))
 
+    def fault(self) -> tuple[str, list[int]] | None:
+        """What NCCL has noted of a transfer whose kernel waits on, and the other ranks of its group. Any thread may
+        ask; a gloo group raises where it is waited for."""
+        for group in list(self._mine):
+            with contextlib.suppress(Exception):  # destroyed meanwhile
+                error = group._get_backend(self._device).get_error()  # type: ignore[attr-defined]  # NCCL's has it
+                if error.name != "SUCCESS":
+                    said = {"TIMEOUT": "had a transfer between devices that did not end in time"}
+                    others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+                    return said.get(error.name, "had a transfer between devices that broke"), others
+        return None
+
     def destroy(self) -> None:
         """Close this rank's groups, so that ranks which wait on it wake with an error."""
         groups, self._mine = self._mine, []
@@ -185,7 +198,7 @@ class Groups:
         if self._rank not in ranks:
             dist.distributed_c10d._world.group_count += 1
             return dist.GroupMember.NON_GROUP_MEMBER
-        with _unbound(), gloo.lazily() if backend == "gloo" else contextlib.nullcontext():
+        with _unbound(), gloo.lazily() if backend == "gloo" else _unhandled():
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         self._mine.append(made)
         if backend == "gloo":
@@ -203,6 +216,28 @@ def _unbound() -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = before
+
+
+# What torch's watchdog for NCCL does with an error: nothing, and at once; otherwise it ends the process a minute later.
+# torchrun sets the first.
+UNHANDLED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+AT_ONCE = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+
+
+@contextlib.contextmanager
+def _unhandled() -> Iterator[None]:
+    """Around the making of a group: its errors are left to `Groups.fault` and to the watcher, who say whose they are.
+    What the user has said of torch's dumps stays."""
+    before = dict(os.environ)
+    os.environ.update(AT_ONCE | before | UNHANDLED)
+    try:
+        yield
+    finally:
+        for name in UNHANDLED | AT_ONCE:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
 
 
 # -- ending groups: at once after a failure, in order otherwise ------------------------------------------------------
@@ -225,16 +260,17 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
                 on_device.append((group, device))
     if not on_device:
         return
-    # NCCL's aborts wait for each other unless they are in one of its groups.
-    backends: list[Any] = [group._get_backend(device) for group, device in on_device]
-    grouped = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if grouped is not None:
-        grouped._group_start()
-    for backend in backends:
-        with contextlib.suppress(Exception):
-            backend.abort()
-    if grouped is not None:
-        grouped._group_end()
+    # An abort of NCCL frees memory, for which it waits for kernels of other communicators too: all at once.
+    threads = [start_thread(_abort, group, device, name="penstock-abort") for group, device in on_device]
+    deadline = time.monotonic() + CLOSING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    with contextlib.suppress(Exception):
+        backend: Any = group._get_backend(device)
+        backend.abort()
 
 
 def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:

@@ -139,6 +139,7 @@ class FailureBoard:
         self._first: Account | None = None
         self._failed_at = 0.0
         self._ends: list[Callable[[], None]] = []
+        self._find_fault: Callable[[], tuple[str, Sequence[int]] | None] = lambda: None
         self._on_abort: list[Callable[[], None]] = []
         # The host and the watcher may both learn something.
         self._lock = threading.RLock()
@@ -154,6 +155,10 @@ class FailureBoard:
     def on_abort(self, close: Callable[[], None]) -> None:
         """Register what this rank's host must give up afterwards. What was registered last is given up first."""
         self._on_abort.append(close)
+
+    def on_look(self, find_fault: Callable[[], tuple[str, Sequence[int]] | None]) -> None:
+        """Register what finds a fault that no call raises: what it is, and the ranks to blame."""
+        self._find_fault = find_fault
 
     @contextlib.contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
@@ -177,6 +182,7 @@ class FailureBoard:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
         self._ends.clear()
+        self._find_fault = lambda: None
         self._keys = None
         if self._watch is not None:
             self._watch.remove(self)
@@ -224,6 +230,11 @@ class FailureBoard:
             self.fail("saw its connection close", suspects=sorted(self.lost))
         elif self._first is not None:
             self._compose()
+
+    def look(self) -> None:
+        """Look for a fault that no call raises. The watcher calls this again and again."""
+        if fault := self._find_fault():
+            self.fail(fault[0], suspects=fault[1])
 
     def look_up(self) -> None:
         """Look for a failure in the store, where the watchers are not all connected."""

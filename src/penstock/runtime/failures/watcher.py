@@ -155,6 +155,7 @@ class Watch:
             if not self.ring.complete:
                 board.look_up()
             if board.failed is None:
+                board.look()
                 self._inquiries.look_after(board)
 
 
