@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import faulthandler
 import json
 import os
 import platform
@@ -27,8 +28,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from processes import free_port
 from shared_card import send_through_the_host
 from torch import nn
 from torch.distributed import pipelining
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock.runtime.comm.devices import backend
@@ -79,6 +82,7 @@ def main() -> int:
             count_as_own()
             if shared == "host":
                 send_through_the_host()
+        faulthandler.dump_traceback_later(LIMIT - 10)
         check, arguments = json.loads(options.worker)
         # The end of a process that has lost another may take longer than what is measured.
         print(json.dumps(CHECKS[check](**arguments)), flush=True)
@@ -120,12 +124,14 @@ def check_all(device: str, ranks: int, only: str, shared: str, rounds: int) -> i
         ("1f1b: one connection", "exact", {"schedule": "1f1b", "waits": True}, ONE_CONNECTION),
         ("1f1b: eager communicators", "exact", {"schedule": "1f1b", "waits": True, "eager": True}, {}),
     ]
+    four_bits = [("a base in 4 bits, with adapters", "packed", {}, {})]
     plan: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         *((f"{each}: exact", "exact", {"schedule": each}, {}) for each in schedules),
         *((f"{each}: waits everywhere", "exact", {"schedule": each, "waits": True}, {}) for each in schedules),
         *(nccl if device == "cuda" and shared != "host" else []),
         ("bfloat16 autocast", "half", {"name": "bfloat16"}, {}),
         ("float16 autocast with a GradScaler", "half", {"name": "float16"}, {}),
+        *(four_bits if find_spec("bitsandbytes") and device != "emulated" else []),
         ("evaluation and generation", "without_gradients", {}, {}),
         *([("no host waits", "no_waits", {}, {})] if device == "cuda" and shared != "host" else []),
         ("a rank is killed", "killed", {"waits": False}, {}),
@@ -202,7 +208,8 @@ def run(
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
-            errors = f"it hangs: stopped after {LIMIT:.0f} s; {errors[-200:]}"
+            print(errors[-4000:], file=sys.stderr)  # with where its threads were
+            errors = f"it hangs: stopped after {LIMIT:.0f} s"
         if process.returncode == -signal.SIGKILL and not errors.startswith("it hangs"):
             answers.append(None)
             continue
@@ -230,7 +237,11 @@ def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def distributed(model: GPT2LMHeadModel, schedule: str, num_microbatches: int) -> Any:
+def on(device: torch.device, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def distributed(model: Any, schedule: str, num_microbatches: int) -> Any:
     stages = int(os.environ["WORLD_SIZE"])
     section = {"pipeline_parallel_size": stages, "schedule": schedule, "num_microbatches": num_microbatches}
     return penstock.initialize(model, {"model_parallelism": section})
@@ -238,7 +249,7 @@ def distributed(model: GPT2LMHeadModel, schedule: str, num_microbatches: int) ->
 
 def unsplit_on(device: torch.device, model: GPT2LMHeadModel) -> tuple[float, dict[str, torch.Tensor]]:
     whole = copy.deepcopy(model).to(device)
-    loss = whole(**{name: value.to(device) for name, value in make_batch().items()}).loss
+    loss = whole(**on(device, make_batch())).loss
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
 
@@ -292,7 +303,8 @@ def half(name: str) -> dict[str, Any]:
     tokens = (batch["labels"][:, 1:] != -100).sum()
     for part in zip(*(value.chunk(4) for value in batch.values()), strict=True):
         with torch.autocast(model.device.type, dtype):
-            loss = whole(**dict(zip(batch, to(model.device, part), strict=True)), num_items_in_batch=tokens).loss
+            inputs = on(model.device, dict(zip(batch, part, strict=True)))
+            loss = whole(**inputs, num_items_in_batch=tokens).loss
         (loss * scale).backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast(model.device.type, dtype):
@@ -304,15 +316,37 @@ def half(name: str) -> dict[str, Any]:
     return compared(model, {name: parameter.grad / scale for name, parameter in named})
 
 
-def to(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.to(device) for tensor in tensors]
+def packed() -> dict[str, Any]:
+    """Gradients of LoRA adapters on a base that bitsandbytes packs, against the unsplit model's."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
+    )
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    models = []
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        for _ in range(2):
+            base = LlamaForCausalLM.from_pretrained(folder, quantization_config=bits, dtype=torch.float32)
+            torch.manual_seed(1)
+            models.append(get_peft_model(base, adapters))
+    whole, model = models[0], distributed(models[1], "1f1b", num_microbatches=4)
+    whole.to(model.device)(**on(model.device, make_batch())).loss.backward()
+    for output in model(**make_batch()):
+        output.loss.backward()
+    return compared(model, {name: each.grad for name, each in whole.named_parameters() if each.requires_grad})
 
 
 def compared(model: Any, expected: dict[str, torch.Tensor], worst: float = 0.0) -> dict[str, Any]:
     """The answer for gradients that should be these; `worst` is another difference that counts."""
     scale = max(float(gradient.abs().max()) for gradient in expected.values())
     differences = [
-        float((parameter.grad - expected[name]).abs().max()) / scale for name, parameter in model.named_parameters()
+        float((parameter.grad - expected[name]).abs().max()) / scale
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     ]
     passed = max(worst, *differences) < LARGEST_DIFFERENCE
     told = dist.get_rank() == 0 or not passed
@@ -338,7 +372,7 @@ def without_gradients() -> dict[str, Any]:
     plain = make_model().eval()
     model = distributed(copy.deepcopy(plain), "1f1b", num_microbatches=4)
     plain = plain.to(model.device)
-    batch = {name: value.to(model.device) for name, value in make_batch().items()}
+    batch = on(model.device, make_batch())
     prompt, options = batch["input_ids"][:2, :8], {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         worst = float((model(**batch).logits - plain(**batch).logits).abs().max())
@@ -449,6 +483,7 @@ def timed(losses: Callable[[], None], parameters: Iterable[nn.Parameter], small:
 CHECKS: dict[str, Callable[..., dict[str, Any]]] = {
     "exact": exact,
     "half": half,
+    "packed": packed,
     "no_waits": no_waits,
     "without_gradients": without_gradients,
     "killed": killed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_group import HostGroup
+from torch._C._distributed_c10d import ErrorType
 
 TYPES = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -27,6 +29,9 @@ NAME = "emulated_nccl"
 under_way: list[Work] = []
 # How many transfers of each kind there were, in this process.
 counts: dict[str, int] = {}
+# What the watchdogs of groups have noted: a test sets it. And what is to be done then, as groups were told when made.
+noted = ErrorType.SUCCESS
+handling: list[str | None] = []
 
 
 class Work(dist._Work):
@@ -74,6 +79,10 @@ class EmulatedNccl(HostGroup):
     backend = NAME
     aborted = False
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        handling.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+
     # -- transfers -------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Work:
@@ -100,6 +109,9 @@ class EmulatedNccl(HostGroup):
     def _start(self, what: str, tensors: list[torch.Tensor], call: Callable[[list[torch.Tensor]], dist.Work]) -> Work:
         counts[what] = counts.get(what, 0) + 1
         return Work(self, call([_memory_of(tensor) for tensor in tensors]), tensors)
+
+    def get_error(self) -> ErrorType:
+        return noted
 
     # -- its end ------------------------------------------------------------------------------------------------------
 

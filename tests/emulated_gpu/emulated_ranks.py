@@ -129,11 +129,13 @@ def train(case: Case, num_steps: int = 2, check_sends: bool = True) -> list[Step
 
 
 def unsplit(case: Case, num_steps: int = 2) -> list[Step]:
-    """The oracle: the same steps of the model in one piece, on the CPU."""
-    model, steps = case.build(), []
+    """The oracle: the same steps of the model in one piece, on the CPU, or on a worker's GPU."""
+    device = use_gpu()
+    model, steps = case.build().to(device), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(num_steps):
-        steps.append(unsplit_step(model, (case.batch(), 1.0)))
+        step = unsplit_step(model, (on(device, case.batch()), 1.0))
+        steps.append(Step(step.losses, host_gradients(model)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return steps

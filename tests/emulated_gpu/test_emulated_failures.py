@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_ranks import Case, on, spread, use_gpu
+from torch._C._distributed_c10d import ErrorType
 from torch.utils.data import default_collate
 
 from elastic_script import Samples
@@ -92,6 +93,40 @@ def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, d
             text, blamed, raised_at = end
             assert blamed == victim and f"rank {victim} was lost" in text
             assert raised_at - killed_at < LIMIT
+
+
+def train_over_a_broken_transport(case: Case, error: str) -> tuple[str, str | None, list[str | None]]:
+    """On a worker: all processes live, but the first rank's transport has noted an error, and the last sends nothing.
+
+    What is raised, and how groups were told to handle errors, before, and when they were made.
+    """
+    inputs = on(use_gpu(), case.batch())
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
+    model = spread(case)
+    before = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for output in model(**inputs):
+        output.loss.backward()
+    if dist.get_rank() == 0:
+        emulated_nccl.noted = getattr(ErrorType, error)
+    try:
+        for output in model(**inputs):
+            if dist.get_rank() > 0:
+                time.sleep(3)
+            output.loss.backward()
+        return "nothing was raised", before, emulated_nccl.handling
+    except PipelineFailure as failure:
+        return str(failure), before, emulated_nccl.handling
+    finally:
+        emulated_nccl.noted = ErrorType.SUCCESS
+        model.pipeline.close()
+
+
+@pytest.mark.parametrize(("error", "words"), [("COMM_ERROR", "that broke"), ("TIMEOUT", "that did not end in time")])
+def test_what_nccl_only_notes_is_an_error_on_every_rank(gpus: Run, error: str, words: str) -> None:
+    case = Case(2, dtype=torch.float32, options={"num_microbatches": 4})
+    for text, before, made in gpus(2, train_over_a_broken_transport, case, error):
+        assert f"rank 0 had a transfer between devices {words}" in text
+        assert before == "1" and made and set(made) == {"0"}, "torch would end the process"
 
 
 def train_though_one_dies(store: str, victim: int, steps: int) -> dict[int, float]:
