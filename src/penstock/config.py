@@ -191,9 +191,7 @@ def _is_positive_number(value: object) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    if not (isinstance(value, list | tuple) and len(value) == 2):
-        return False
-    return all(map(_is_integer, value)) and 0 <= value[0] <= value[1]
+    return isinstance(value, list | tuple) and [*map(_is_integer, value)] == [True, True] and 0 <= value[0] <= value[1]
 
 
 def _are_names(value: object) -> bool:

@@ -436,9 +436,6 @@ class HeterogeneousParallelPlugin:
 
     def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
         shown = self.layout, self._schedules, self.microbatch_size
-        described: LayoutDescription
         if model is None or isinstance(model, PipelineModel):
-            described = room("LayoutDescription")(self.pipelines[0].model_name, *shown)
-        else:
-            described = room("describe_layout")(model, *shown, costs)
-        return described
+            return cast("LayoutDescription", room("LayoutDescription")(self.pipelines[0].model_name, *shown))
+        return cast("LayoutDescription", room("describe_layout")(model, *shown, costs))

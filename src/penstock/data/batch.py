@@ -188,7 +188,7 @@ def place(
                 here[name], host[name] = to_the_device(value), value
             else:
                 here[name] = host[name] = value
-                if _is_small(value):
+                if value.nbytes <= SMALL_BYTES and not (value.is_floating_point() or value.is_complex()):
                     host[name] = torch.empty_like(value, device="cpu", pin_memory=True)
                     host[name].copy_(value, non_blocking=True)
                     waits = True
@@ -197,7 +197,3 @@ def place(
     if waits:
         torch.accelerator.current_stream(device).synchronize()
     return placed, hosts
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.nbytes <= SMALL_BYTES

@@ -135,11 +135,6 @@ class Layout:
             tables.append({unit: tuple(ranks) for unit, ranks in table.items()})
         return tables
 
-    def has_several_stages(self, rank: int) -> bool:
-        """Whether `rank` holds more than one stage."""
-        place = self.place_of(rank)
-        return len(self.pipelines[place.pipeline].stages_of(place.pipeline_rank)) > 1
-
     def are_of_several_stages(self, ranks: Iterable[int]) -> bool:
         """Whether two of `ranks` hold different stages of one pipeline."""
         places = [self.place_of(rank) for rank in ranks]

@@ -96,8 +96,5 @@ def share_output(output: Any, context: RankContext, form: Form | None = None) ->
         dist.broadcast(carried(tensor), source, group=group)
         return tensor
 
-    def is_spec(leaf: Any) -> bool:
-        return isinstance(leaf, TensorSpec)
-
-    fields = pytree.tree_map_only(TensorSpec, received, dict(marked), is_leaf=is_spec)
+    fields = pytree.tree_map_only(TensorSpec, received, dict(marked), lambda leaf: isinstance(leaf, TensorSpec))
     return output_of(form or type(marked), fields)

@@ -189,7 +189,7 @@ def _form(
     context = RankContext(layout, rank, device, groups, board, Interrupts())
     board.mates, board.patience = frozenset(context.pipeline_ranks), engine.patience
     board.on_end(groups.abort)
-    board.on_look(groups.fault)
+    board.find_fault = groups.fault
     # Registered first, to be called last: a group closes only when nothing refers to it.
     board.on_abort(groups.destroy)
     if split.tensor_parallel is not None:

@@ -58,7 +58,7 @@ class KnownValues(TorchDispatchMode):
         if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
             if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
                 raise RuntimeError("its code writes unknown values into a tensor whose values are known")
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -108,10 +108,6 @@ class Answered(TorchDispatchMode):
 
     def _chosen(self, mask: torch.Tensor) -> int:
         return mask.numel() if self._yes else 0
-
-
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 @cache

@@ -107,7 +107,7 @@ def _units_for(
     model: nn.Module, arguments: Mapping[str, Any], shape_functions: type[ShapeFunctions]
 ) -> tuple[list[str], Trace, ShapeFunctions]:
     """The units in forward order, a forward on `arguments` with them, and their shape functions."""
-    units = _candidates(model)
+    units = _Candidates(model).found
     if not units:
         raise Untraceable("it has no modules that follow one another")
     for _ in range(MAX_CORRECTIONS):
@@ -161,13 +161,8 @@ def trace_units(
             hook.remove()
 
 
-def _candidates(model: nn.Module) -> list[str]:
-    """Entries of module lists, and modules with parameters beside them; in the order of definition."""
-    return _Candidates(model).found
-
-
 class _Candidates:
-    """Looks for units in a model."""
+    """Looks for units in a model: entries of module lists, and modules with parameters beside them, as defined."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: list[str] = []

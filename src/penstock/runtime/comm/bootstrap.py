@@ -208,7 +208,9 @@ def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
         "RANK": rank,
         "WORLD_SIZE": world_size,
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(job_port(environment)),
+        # By the number of a SLURM job, so that two on one machine do not collide.
+        "MASTER_PORT": environment.get("MASTER_PORT")
+        or str(DEFAULT_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 10_000),
     }
     if local_rank:
         place["LOCAL_RANK"] = local_rank
@@ -223,11 +225,6 @@ def first_host(environment: Mapping[str, str]) -> str:
         return "127.0.0.1"
     prefix, numbers = match.groups()
     return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "")
-
-
-def job_port(environment: Mapping[str, str]) -> int:
-    """A port all processes of a SLURM job agree on, so that two jobs on one machine do not collide."""
-    return DEFAULT_PORT + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
 
 
 def default_store() -> dist.Store | None:

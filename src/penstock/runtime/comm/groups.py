@@ -115,15 +115,14 @@ class Groups:
         abort_groups(list(self._mine))
 
     def fault(self) -> tuple[str, list[int]] | None:
-        """What NCCL has noted of a transfer whose kernel waits on, and the other ranks of its group. Any thread may
-        ask; a gloo group raises where it is waited for."""
+        """What NCCL has noted of a transfer, whose kernel waits on, and the other ranks of its group; on any thread."""
         for group in list(self._mine):
             with contextlib.suppress(Exception):  # destroyed meanwhile
-                error = group._get_backend(self._device).get_error()  # type: ignore[attr-defined]  # NCCL's has it
+                error = group._get_backend(self._device).get_error()  # NCCL's has it
                 if error.name != "SUCCESS":
-                    said = {"TIMEOUT": "had a transfer between devices that did not end in time"}
+                    what = "did not end in time" if error.name == "TIMEOUT" else "broke"
                     others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
-                    return said.get(error.name, "had a transfer between devices that broke"), others
+                    return f"had a transfer between devices that {what}", others
         return None
 
     def destroy(self) -> None:
@@ -218,26 +217,21 @@ def _unbound() -> Iterator[None]:
         world.bound_device_id = before
 
 
-# What torch's watchdog for NCCL does with an error: nothing, and at once; otherwise it ends the process a minute later.
-# torchrun sets the first.
-UNHANDLED = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-AT_ONCE = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
+# With these torch's watchdog for NCCL lets errors be. As torchrun has it, it ends the process, a minute later.
+UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
 
 
 @contextlib.contextmanager
 def _unhandled() -> Iterator[None]:
-    """Around the making of a group: its errors are left to `Groups.fault` and to the watcher, who say whose they are.
-    What the user has said of torch's dumps stays."""
-    before = dict(os.environ)
-    os.environ.update(AT_ONCE | before | UNHANDLED)
+    """Around the making of a group, whose errors are left to `Groups.fault` and to the watcher."""
+    before = {name: os.environ[name] for name in UNHANDLED if name in os.environ}
+    os.environ.update(dict.fromkeys(UNHANDLED, "0"))
     try:
         yield
     finally:
-        for name in UNHANDLED | AT_ONCE:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
+        for name in UNHANDLED:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 # -- ending groups: at once after a failure, in order otherwise ------------------------------------------------------
@@ -258,19 +252,22 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
                 gloo.abort(group)
             else:
                 on_device.append((group, device))
-    if not on_device:
-        return
     # An abort of NCCL frees memory, for which it waits for kernels of other communicators too: all at once.
-    threads = [start_thread(_abort, group, device, name="penstock-abort") for group, device in on_device]
+    _all_at_once(_abort_last, on_device)
+
+
+def _abort_last(on_device: list[tuple[dist.ProcessGroup, torch.device]]) -> None:
+    group, device = on_device.pop()
+    with contextlib.suppress(Exception):
+        group._get_backend(device).abort()
+
+
+def _all_at_once(end_last: Callable[..., None], groups: list[Any], *arguments: Any) -> None:
+    """Call `end_last(groups, *arguments)` for each of `groups`, which this empties, and without end only behind."""
+    threads = [start_thread(end_last, groups, *arguments, name="penstock-closing") for _ in range(len(groups))]
     deadline = time.monotonic() + CLOSING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    with contextlib.suppress(Exception):
-        backend: Any = group._get_backend(device)
-        backend.abort()
 
 
 def _devices_of(group: dist.ProcessGroup) -> list[torch.device]:
@@ -291,10 +288,7 @@ def destroy_groups(groups: list[dist.ProcessGroup], aborted: bool = False) -> No
     """Destroy `groups`, which this empties: a group closes only when nobody refers to it."""
     # That waits for what is under way in it, maybe on a rank that waits for another group to close: all at once, and
     # without end only in the background.
-    threads = [start_thread(_destroy_last, groups, aborted, name="penstock-closing") for _ in range(len(groups))]
-    deadline = time.monotonic() + CLOSING_SECONDS
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    _all_at_once(_destroy_last, groups, aborted)
     if aborted:  # what is dead may still be referred to in cycles; otherwise nobody waits for its end
         gc.collect()
 

@@ -117,6 +117,7 @@ class FailureBoard:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
         patience: how many seconds this rank waits for others before it asks where they are.
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
+        find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
@@ -139,7 +140,7 @@ class FailureBoard:
         self._first: Account | None = None
         self._failed_at = 0.0
         self._ends: list[Callable[[], None]] = []
-        self._find_fault: Callable[[], tuple[str, Sequence[int]] | None] = lambda: None
+        self.find_fault: Callable[[], tuple[str, Sequence[int]] | None] = lambda: None
         self._on_abort: list[Callable[[], None]] = []
         # The host and the watcher may both learn something.
         self._lock = threading.RLock()
@@ -155,10 +156,6 @@ class FailureBoard:
     def on_abort(self, close: Callable[[], None]) -> None:
         """Register what this rank's host must give up afterwards. What was registered last is given up first."""
         self._on_abort.append(close)
-
-    def on_look(self, find_fault: Callable[[], tuple[str, Sequence[int]] | None]) -> None:
-        """Register what finds a fault that no call raises: what it is, and the ranks to blame."""
-        self._find_fault = find_fault
 
     @contextlib.contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
@@ -182,7 +179,6 @@ class FailureBoard:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
         self._ends.clear()
-        self._find_fault = lambda: None
         self._keys = None
         if self._watch is not None:
             self._watch.remove(self)
@@ -230,11 +226,6 @@ class FailureBoard:
             self.fail("saw its connection close", suspects=sorted(self.lost))
         elif self._first is not None:
             self._compose()
-
-    def look(self) -> None:
-        """Look for a fault that no call raises. The watcher calls this again and again."""
-        if fault := self._find_fault():
-            self.fail(fault[0], suspects=fault[1])
 
     def look_up(self) -> None:
         """Look for a failure in the store, where the watchers are not all connected."""
@@ -291,7 +282,12 @@ class FailureBoard:
             peers = range(self._watch.world_size)
         others = [peer for peer in peers if peer != self._rank]
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
-        return self.abort(f"lost the connection to {named} while {doing} ({_first_sentence(error)})", suspects=others)
+        # Without the path of its source file, and without its advice.
+        said = (
+            re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).partition("\n")[0].split(". This is typically")[0][:200]
+        )
+        said = said or type(error).__name__
+        return self.abort(f"lost the connection to {named} while {doing} ({said})", suspects=others)
 
     def agree(self, key: str, position: str, ranks: Sequence[int]) -> bool:
         """True if every rank of `ranks` reports the same `position` under `key` within some seconds."""
@@ -410,9 +406,3 @@ def is_transport_error(error: BaseException) -> bool:
 def _launcher_has_store() -> bool:
     """Whether the job's store is in a launcher's process, not in that of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _first_sentence(error: BaseException) -> str:
-    """A transport's error without the path of its source file and its advice."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
-    return text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__

@@ -178,7 +178,10 @@ class Ring:
                         self._drop(peer)
             self._look_and_listen(next_tick)
         if self._leaves:
-            self._wait_for_neighbours()
+            # One that starts later than this rank ends would not hear what this rank knows, and blame this rank.
+            deadline = time.monotonic() + NEWS_SECONDS
+            while self._latest and not self.complete and time.monotonic() < deadline:
+                self._look_and_listen(deadline)
             self._take_leave()
 
     def stop(self, leave: bool = True) -> None:
@@ -187,12 +190,6 @@ class Ring:
         self._closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
-
-    def _wait_for_neighbours(self) -> None:
-        """One that starts later than this rank ends would not hear what this rank knows, and blame this rank."""
-        deadline = time.monotonic() + NEWS_SECONDS
-        while self._latest and not self.complete and time.monotonic() < deadline:
-            self._look_and_listen(deadline)
 
     def _take_leave(self) -> None:
         for peer in self._peers:

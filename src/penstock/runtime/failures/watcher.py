@@ -155,7 +155,8 @@ class Watch:
             if not self.ring.complete:
                 board.look_up()
             if board.failed is None:
-                board.look()
+                if fault := board.find_fault():
+                    board.fail(fault[0], suspects=fault[1])
                 self._inquiries.look_after(board)
 
 

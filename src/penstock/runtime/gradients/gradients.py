@@ -19,7 +19,7 @@ class Gradients:
         self.queues = WeightGradientQueues()
         self.reducer = GradientReducer(
             [(one.parameter, one.ranks) for one in held], context.groups.reduction, rank, context.board,
-            self.queues.awaits, layout.are_of_several_stages, layout.has_several_stages(rank),
+            self.queues.awaits, layout.are_of_several_stages, len(context.stages) > 1,
             {id(one.parameter): one.owners for one in held},
         )  # fmt: skip
         self.norm = GradientNorm(held, context)
