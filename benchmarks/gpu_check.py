@@ -38,7 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contestants import TorchStage, loss_of
-from processes import free_port
 from shared_card import send_through_the_host
 from torch import nn
 from torch.distributed import pipelining
@@ -188,12 +187,13 @@ def run(
     check: str, ranks: int, device: str, arguments: dict[str, Any], environment: dict[str, str]
 ) -> tuple[list[Any], float]:
     """Every rank's answer, the end of what it printed in place of one, None for one that was killed; and seconds."""
-    port = free_port()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
     start = time.monotonic()
     processes = []
     for rank in range(ranks):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": store.port}
         variables = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         variables |= {name: str(value) for name, value in places.items()} | {"TRANSFORMERS_VERBOSITY": "error"}
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
