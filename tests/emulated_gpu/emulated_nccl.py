@@ -20,6 +20,8 @@ import torch.distributed as dist
 from host_group import HostGroup
 from torch._C._distributed_c10d import ErrorType
 
+from penstock.runtime.comm.groups import UNHANDLED
+
 TYPES = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.bool,
@@ -31,7 +33,7 @@ under_way: list[Work] = []
 counts: dict[str, int] = {}
 # What the watchdogs of groups have noted: a test sets it. And what is to be done then, as groups were told when made.
 noted = ErrorType.SUCCESS
-handling: list[str | None] = []
+handling: list[list[str | None]] = []
 
 
 class Work(dist._Work):
@@ -81,7 +83,7 @@ class EmulatedNccl(HostGroup):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        handling.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
+        handling.append([os.environ.get(name) for name in UNHANDLED])
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

@@ -95,15 +95,15 @@ def test_a_killed_rank_ends_the_waits_of_all_others(gpus: Run, tmp_path: Path, d
             assert raised_at - killed_at < LIMIT
 
 
-def train_over_a_broken_transport(case: Case, error: str) -> tuple[str, str | None, list[str | None]]:
+def train_over_a_broken_transport(case: Case, error: str) -> tuple[str, int | None, str, list[list[str | None]]]:
     """On a worker: all processes live, but the first rank's transport has noted an error, and the last sends nothing.
 
-    What is raised, and how groups were told to handle errors, before, and when they were made.
+    What is raised, and whom it blames; how errors are to be handled afterwards, and what groups were told when made.
     """
     inputs = on(use_gpu(), case.batch())
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun does
     model = spread(case)
-    before = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    afterwards = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
     for output in model(**inputs):
         output.loss.backward()
     if dist.get_rank() == 0:
@@ -113,20 +113,27 @@ def train_over_a_broken_transport(case: Case, error: str) -> tuple[str, str | No
             if dist.get_rank() > 0:
                 time.sleep(3)
             output.loss.backward()
-        return "nothing was raised", before, emulated_nccl.handling
+        return "nothing was raised", None, afterwards, emulated_nccl.handling
     except PipelineFailure as failure:
-        return str(failure), before, emulated_nccl.handling
+        return str(failure), failure.rank, afterwards, emulated_nccl.handling
     finally:
         emulated_nccl.noted = ErrorType.SUCCESS
         model.pipeline.close()
 
 
-@pytest.mark.parametrize(("error", "words"), [("COMM_ERROR", "that broke"), ("TIMEOUT", "that did not end in time")])
-def test_what_nccl_only_notes_is_an_error_on_every_rank(gpus: Run, error: str, words: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "words", "rank"),
+    [
+        ("COMM_ERROR", "rank 1 was lost: rank 0 had a transfer between devices that broke", 1),
+        ("TIMEOUT", "rank 0 had a transfer between devices that did not end in time", None),
+    ],
+)
+def test_what_nccl_only_notes_is_an_error_on_every_rank(gpus: Run, error: str, words: str, rank: int | None) -> None:
     case = Case(2, dtype=torch.float32, options={"num_microbatches": 4})
-    for text, before, made in gpus(2, train_over_a_broken_transport, case, error):
-        assert f"rank 0 had a transfer between devices {words}" in text
-        assert before == "1" and made and set(made) == {"0"}, "torch would end the process"
+    for text, blamed, afterwards, made in gpus(2, train_over_a_broken_transport, case, error):
+        assert text.startswith(words) and blamed == rank
+        assert made and all(told == ["0", "0", "0"] for told in made), "torch would end the process"
+        assert afterwards == "1", "as it was"
 
 
 def train_though_one_dies(store: str, victim: int, steps: int) -> dict[int, float]:

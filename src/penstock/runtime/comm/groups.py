@@ -116,13 +116,14 @@ class Groups:
 
     def fault(self) -> tuple[str, list[int]] | None:
         """What NCCL has noted of a transfer, whose kernel waits on, and the other ranks of its group; on any thread."""
-        for group in list(self._mine):
+        for group in self._mine if self._device.type != "cpu" else ():
             with contextlib.suppress(Exception):  # destroyed meanwhile
                 error = group._get_backend(self._device).get_error()  # NCCL's has it
+                if error.name == "TIMEOUT":  # whoever it waits for may itself wait for another
+                    return f"rank {self._rank} had a transfer between devices that did not end in time", []
                 if error.name != "SUCCESS":
-                    what = "did not end in time" if error.name == "TIMEOUT" else "broke"
                     others = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
-                    return f"had a transfer between devices that {what}", others
+                    return "had a transfer between devices that broke", others
         return None
 
     def destroy(self) -> None:
@@ -197,7 +198,7 @@ class Groups:
         if self._rank not in ranks:
             dist.distributed_c10d._world.group_count += 1
             return dist.GroupMember.NON_GROUP_MEMBER
-        with _unbound(), gloo.lazily() if backend == "gloo" else _unhandled():
+        with _unbound(), gloo.lazily() if backend == "gloo" else unhandled():
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         self._mine.append(made)
         if backend == "gloo":
@@ -217,20 +218,21 @@ def _unbound() -> Iterator[None]:
         world.bound_device_id = before
 
 
-# With these torch's watchdog for NCCL lets errors be. As torchrun has it, it ends the process, a minute later.
+# Set to 0, these make torch's watchdog for NCCL let errors be. As torchrun has it, it ends the process, a minute later.
 UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
 
 
 @contextlib.contextmanager
-def _unhandled() -> Iterator[None]:
-    """Around the making of a group, whose errors are left to `Groups.fault` and to the watcher."""
+def unhandled() -> Iterator[None]:
+    """Around the making of a group, whose errors are left to `Groups.fault` and to the watcher. The first of a process
+    also listens for those of the others, and would then sleep for minutes, in which no process can end."""
     before = {name: os.environ[name] for name in UNHANDLED if name in os.environ}
     os.environ.update(dict.fromkeys(UNHANDLED, "0"))
     try:
         yield
     finally:
         for name in UNHANDLED:
-            del os.environ[name]
+            os.environ.pop(name, None)
         os.environ.update(before)
 
 
@@ -263,7 +265,7 @@ def _abort_last(on_device: list[tuple[dist.ProcessGroup, torch.device]]) -> None
 
 
 def _all_at_once(end_last: Callable[..., None], groups: list[Any], *arguments: Any) -> None:
-    """Call `end_last(groups, *arguments)` for each of `groups`, which this empties, and without end only behind."""
+    """Call `end_last(groups, *arguments)` for each of `groups`; what has not ended then goes on in the background."""
     threads = [start_thread(end_last, groups, *arguments, name="penstock-closing") for _ in range(len(groups))]
     deadline = time.monotonic() + CLOSING_SECONDS
     for thread in threads:

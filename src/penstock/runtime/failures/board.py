@@ -283,10 +283,8 @@ class FailureBoard:
         others = [peer for peer in peers if peer != self._rank]
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
         # Without the path of its source file, and without its advice.
-        said = (
-            re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).partition("\n")[0].split(". This is typically")[0][:200]
-        )
-        said = said or type(error).__name__
+        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
+        said = text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__
         return self.abort(f"lost the connection to {named} while {doing} ({said})", suspects=others)
 
     def agree(self, key: str, position: str, ranks: Sequence[int]) -> bool:
