@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from penstock.runtime.comm import gloo
 from penstock.runtime.comm.devices import backend, use_local_device
-from penstock.runtime.comm.groups import abort_groups, is_gloo, unhandled
+from penstock.runtime.comm.groups import NO_DUMPS, abort_groups, is_gloo, zero
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, num_failures
 
@@ -151,7 +151,7 @@ def _meet(
     limit = timeout or dist.distributed_c10d.default_pg_timeout
 
     def join(check: Callable[[], object]) -> None:
-        with gloo.lazily(), unhandled():
+        with gloo.lazily(), zero(NO_DUMPS):
             dist.init_process_group(
                 backend(), store=dist.PrefixStore("default_pg", store), rank=rank, world_size=world_size,
                 timeout=timeout,

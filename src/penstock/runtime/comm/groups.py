@@ -198,7 +198,7 @@ class Groups:
         if self._rank not in ranks:
             dist.distributed_c10d._world.group_count += 1
             return dist.GroupMember.NON_GROUP_MEMBER
-        with _unbound(), gloo.lazily() if backend == "gloo" else unhandled():
+        with _unbound(), gloo.lazily() if backend == "gloo" else zero(UNHANDLED):
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         self._mine.append(made)
         if backend == "gloo":
@@ -218,20 +218,21 @@ def _unbound() -> Iterator[None]:
         world.bound_device_id = before
 
 
-# Set to 0, these make torch's watchdog for NCCL let errors be. As torchrun has it, it ends the process, a minute later.
-UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+# For the first NCCL group of a process: otherwise it hears of the errors of others, and holds up the process's end.
+NO_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+# For those whose errors `Groups.fault` finds: otherwise, as torchrun has it, torch ends the process a minute later.
+UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", *NO_DUMPS)
 
 
 @contextlib.contextmanager
-def unhandled() -> Iterator[None]:
-    """Around the making of a group, whose errors are left to `Groups.fault` and to the watcher. The first of a process
-    also listens for those of the others, and would then sleep for minutes, in which no process can end."""
-    before = {name: os.environ[name] for name in UNHANDLED if name in os.environ}
-    os.environ.update(dict.fromkeys(UNHANDLED, "0"))
+def zero(names: Sequence[str]) -> Iterator[None]:
+    """These variables of the environment are "0" inside."""
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(dict.fromkeys(names, "0"))
     try:
         yield
     finally:
-        for name in UNHANDLED:
+        for name in names:
             os.environ.pop(name, None)
         os.environ.update(before)
 

@@ -14,12 +14,11 @@ from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
 class Gradients:
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
-        layout, rank = context.layout, context.rank
         self.parameters = [one.parameter for one in held]
         self.queues = WeightGradientQueues()
         self.reducer = GradientReducer(
-            [(one.parameter, one.ranks) for one in held], context.groups.reduction, rank, context.board,
-            self.queues.awaits, layout.are_of_several_stages, len(context.stages) > 1,
+            [(one.parameter, one.ranks) for one in held], context.groups.reduction, context.rank, context.board,
+            self.queues.awaits, context.layout.are_of_several_stages, len(context.stages) > 1,
             {id(one.parameter): one.owners for one in held},
         )  # fmt: skip
         self.norm = GradientNorm(held, context)
