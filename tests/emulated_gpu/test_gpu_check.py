@@ -8,14 +8,23 @@ import pytest
 from launch import ROOT, run_python
 
 
-@pytest.mark.parametrize("check", ["zb-v: exact", "evaluation and generation", "a rank is killed, others wait"])
-def test_ranks_that_share_a_card_are_checked_through_the_host(check: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "check"),
+    [
+        ("emulated", "zb-v: exact"),
+        ("emulated", "float16 autocast"),
+        ("emulated", "evaluation and generation"),
+        ("emulated", "a rank is killed, others wait"),
+        ("cpu", "a base in 4 bits"),
+    ],
+)
+def test_the_checks_pass_where_there_is_no_gpu(device: str, check: str) -> None:
     missing = emulated_device.missing_compiler()
     if missing is not None:
         pytest.skip(missing)
     emulated_device.build()  # once for both ranks
-    arguments = ["--device", "emulated", "--only", check]
+    arguments = ["--device", device, "--only", check]
     result = run_python(str(ROOT / "benchmarks/gpu_check.py"), *arguments, timeout=150)
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {check}")]
-    assert "The ranks share one GPU" in result.stdout
+    assert ("The ranks share one GPU" in result.stdout) == (device == "emulated")
     assert len(rows) == 1 and "| passed |" in rows[0] and result.returncode == 0, result.stdout + result.stderr[-2000:]
