@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contestants import TorchStage, loss_of
-from shared_card import send_through_the_host
+from shared_card import use_shared_card
 from torch import nn
 from torch.distributed import pipelining
 from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -76,11 +76,7 @@ def main() -> int:
         if options.device == "emulated":
             use_emulated_device()
         if shared := os.environ.get(SHARED):
-            from one_card import count_as_own
-
-            count_as_own()
-            if shared == "host":
-                send_through_the_host()
+            use_shared_card(shared)
         faulthandler.dump_traceback_later(LIMIT - 10)
         check, arguments = json.loads(options.worker)
         # The end of a process that has lost another may take longer than what is measured.
@@ -127,7 +123,7 @@ def check_all(device: str, ranks: int, only: str, shared: str, rounds: int) -> i
     plan: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
         *((f"{each}: exact", "exact", {"schedule": each}, {}) for each in schedules),
         *((f"{each}: waits everywhere", "exact", {"schedule": each, "waits": True}, {}) for each in schedules),
-        *(nccl if device == "cuda" and shared != "host" else []),
+        *(nccl if shared != "host" else []),
         ("bfloat16 autocast", "half", {"name": "bfloat16"}, {}),
         ("float16 autocast with a GradScaler", "half", {"name": "float16"}, {}),
         *(four_bits if find_spec("bitsandbytes") and device != "emulated" else []),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "emulated_gpu"))
 from host_group import HostGroup
+from one_card import count_as_own
 
 
 class Work(dist._Work):
@@ -88,6 +89,8 @@ def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
-def send_through_the_host() -> None:
-    """Make it the transport between accelerators."""
-    SharedCard.register(torch.accelerator.current_accelerator().type)
+def use_shared_card(transport: str) -> None:
+    """Let each rank count the card as its own; "host" for this transport, "nccl" for NCCL's sockets."""
+    count_as_own()
+    if transport == "host":
+        SharedCard.register(torch.accelerator.current_accelerator().type)
