@@ -255,7 +255,7 @@ SECONDS = 2.0  # that a transfer may take
 
 def work_beside_one_that_stands_still(victim: int, moment: str) -> None:
     """A rank stands still where process groups are made, or between two steps."""
-    build(3)  # on a busy machine the ranks come at different times: from here on they are together
+    model = build(3)  # on a busy machine the ranks come at different times: from here on they are together
 
     def stand_still(*_: Any) -> None:
         fault_now()

@@ -43,8 +43,8 @@ THEN: dict[int, Callable[..., dict[str, Any]]] = {
 
 
 def count_and_then(world: int) -> dict[str, Any]:
-    # 33 interpreters that are taken down at once keep two cores busy for long; a rank has taken its leave before that.
-    atexit.register(os._exit, 0)
+    if world > 8:  # so many interpreters, taken down at once, keep two cores busy for long; a rank leaves before that
+        atexit.register(os._exit, 0)
     return THEN.get(world, dict)(counts=form_and_step())
 
 
