@@ -82,13 +82,13 @@ def _counted(
         functions.meter = None
     costs = dict.fromkeys(functions.units, 0.0)
     for call in found.calls:
-        costs[call.unit] = costs.get(call.unit, 0.0) + call.output.cost
+        costs[call.unit] += call.output.cost
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
     last = found.calls[-1]
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
-        costs[last.unit] = costs.get(last.unit, 0.0) + LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
+        costs[last.unit] += LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
     return {name: cost + 2 * tokens * active * functions.assumed_parameters(name) for name, cost in costs.items()}
 
 

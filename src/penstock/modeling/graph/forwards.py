@@ -19,7 +19,7 @@ from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
-from penstock.modeling.graph.trace import Trace, Untraceable, floating_modules, trace
+from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, original_class
 from penstock.modeling.placeholders.caches import cache_kind
 
@@ -77,7 +77,6 @@ class Forwards:
 
     Attributes:
         functions: the units' shape functions; made at once if none are given, or those of other modules.
-        interceptor: of the units and of the dropout modules between them.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         call: the model's own forward, whatever a face makes of calling the model later.
     """
@@ -93,18 +92,15 @@ class Forwards:
         self.batch_dim: Mapping[str, int | None] = {}
         self._known: dict[Any, TracedForward] = {}
         self._module_names: dict[int, str] = {}
-        self._floating: dict[str, nn.Module] = {}
 
     def install(self) -> None:
         self._module_names = {id(module): name for name, module in self.model.named_modules()}
-        self._floating = floating_modules(self.model, self.units)
-        self.interceptor.install({**self.units, **self._floating})
+        self.interceptor.install(self.units)
 
     def renew(self) -> None:
         """Take up modules that were put in the place of units. What was followed is forgotten."""
         units = {name: self.model.get_submodule(name) for name in self.units}
         self.interceptor.remove(module for name, module in self.units.items() if module is not units[name])
-        self.interceptor.remove(self._floating.values())
         self.units, self.functions = units, ShapeFunctions(units)
         self._known.clear()
         self.install()
@@ -177,7 +173,7 @@ class Forwards:
         defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
         try:
             found = trace(
-                self.model, self.functions, set(self._floating), self.interceptor, {**inputs, **dict(defaults)},
+                self.model, self.functions, self.interceptor, {**inputs, **dict(defaults)},
                 call or self.call, criterion, () if criterion is None else self.for_criterion(inputs), self.batch_dim,
                 self._head(criterion) if in_chunks else None,
             )  # fmt: skip

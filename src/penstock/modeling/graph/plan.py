@@ -63,8 +63,11 @@ def make_plan(
     entry: str = "forward",
     defaults: tuple[tuple[str, Any], ...] = (),
 ) -> ForwardPlan:
-    """Place the calls of a trace on the stages of their units; floating modules run where their latest input is."""
-    calls = _placed(trace, stage_of)
+    """Place the calls of a trace on the stages of their units."""
+    calls = tuple(
+        PlannedCall(each.unit, each.index, stage_of[each.unit], each.output.without_shapes(), each.like_input)
+        for each in trace.calls
+    )
     stages = {(call.unit, call.index): call.stage for call in calls}
     last_calls = [-1] * num_stages
     for position, call in enumerate(calls):
@@ -112,19 +115,6 @@ def make_plan(
     return replace(
         plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32], checksum=zlib.crc32(alike.encode())
     )  # fmt: skip
-
-
-def _placed(trace: Trace, stage_of: Mapping[str, int]) -> tuple[PlannedCall, ...]:
-    stages: dict[tuple[str, int], int] = {}
-    calls = []
-    for traced in trace.calls:
-        if traced.floating:
-            stage = max((stages[value.unit, value.call] for value in _values(traced.sources)), default=0)
-        else:
-            stage = stage_of[traced.unit]
-        stages[traced.unit, traced.index] = stage
-        calls.append(PlannedCall(traced.unit, traced.index, stage, traced.output.without_shapes(), traced.like_input))
-    return tuple(calls)
 
 
 def _values(sources: Sources) -> Sequence[Value]:

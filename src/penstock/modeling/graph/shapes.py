@@ -151,9 +151,6 @@ class ShapeFunctions:
         """The shape of what the unit `name` returns for these arguments. `known` are those leaves of which every stage
         has the values, as they come from the inputs alone; the unit's code may ask for them."""
         leaves, spec = flatten((args, kwargs))
-        if name not in self.units:  # a dropout between units, which may run on another stage
-            first = next(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            return OutputShape((_shape_of(first),), flatten(first)[1])
         lasting, collected = not any(isinstance(leaf, Cache) for leaf in leaves), lengths(side_outputs())
         key = (name, *map(_shape_key, leaves), *collected.items())
         if name in self._asking:

@@ -28,7 +28,6 @@ from penstock.modeling.graph.dataflow import (
     ReadObserver,
     Sources,
     Value,
-    on_meta,
 )
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, CriterionError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
@@ -49,17 +48,11 @@ MAX_KNOWN = 4096
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One call of a unit, or of a dropout module between units.
-
-    Attributes:
-        index: which call of this unit, counted from 0.
-        floating: whether it may run on any stage (it holds no parameters).
-        like_input: leaves of the output that have the shape and dtype of its first argument.
-    """
+    """Call number `index`, from 0, of a unit. The leaves `like_input` of its output have the shape and dtype of its
+    first argument."""
 
     unit: str
     index: int
-    floating: bool
     sources: Sources
     output: OutputShape
     like_input: tuple[int, ...]
@@ -135,7 +128,6 @@ class ChangedBuffer(Untraceable):
 def trace(
     model: nn.Module,
     functions: ShapeFunctions,
-    floating: Collection[str],
     interceptor: Interceptor,
     inputs: Mapping[str, Any],
     call: Callable[..., Any] | None = None,
@@ -150,8 +142,7 @@ def trace(
     the random generators are as before.
 
     Args:
-        model: its units and floating modules are intercepted through `interceptor`.
-        floating: names of intercepted modules without parameters; they are run as they are.
+        model: its units are intercepted through `interceptor`.
         criterion: gives the loss in place of the output's own. If it has an attribute `reduction` that is "sum", the
             losses of microbatches add up to the batch's.
         for_criterion: names of inputs that the criterion alone is given.
@@ -170,7 +161,7 @@ def trace(
         }
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        planner = _Planner(model, functions, floating, device, head)
+        planner = _Planner(model, functions, device, head)
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         named = named_tensors(arguments)
@@ -227,7 +218,6 @@ class _Planner:
         self,
         model: nn.Module,
         functions: ShapeFunctions,
-        floating: Collection[str],
         device: torch.device,
         head: str | None = None,
     ) -> None:
@@ -236,14 +226,12 @@ class _Planner:
         self.shapes: dict[Value, TensorSpec] = {}
         self.flow = DataFlow(lambda: len(self.calls))
         self._functions = functions
-        self._floating = floating
         self._device = device
         self._counts: Counter[str] = Counter()
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, index = unit.name, self._counts[unit.name]
-        if name not in self._floating:
-            _refuse_enclosed(name)
+        _refuse_enclosed(name)
         self._counts[name] += 1
         leaves, _ = flatten((args, kwargs))
         for leaf in leaves:
@@ -251,14 +239,11 @@ class _Planner:
                 self._refuse_module(name, leaf)
         sources = self.flow.sources(leaves)
         with self.flow.pause():
-            if name in self._floating:
-                output, shape = self._run_floating(unit, index, module, args, kwargs)
-            else:
-                output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
+            output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
         first = args[0] if args else next(iter(kwargs.values()), None)
         like = TensorSpec.shape_of(first) if isinstance(first, torch.Tensor) else None
         like_input = tuple(leaf for leaf, spec in enumerate(shape.leaves) if like is not None and spec == like)
-        self.calls.append(TracedCall(name, index, name in self._floating, sources, shape, like_input))
+        self.calls.append(TracedCall(name, index, sources, shape, like_input))
         return ChunkedLogits.standing_for(output) if name == self._head else output
 
     def _refuse_module(self, unit: str, given: nn.Module) -> None:
@@ -274,22 +259,6 @@ class _Planner:
         self.flow.mark_value(tensor, value)
         self.shapes[value] = TensorSpec.shape_of(tensor)
         return tensor
-
-    def _run_floating(
-        self, unit: Intercepted, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, OutputShape]:
-        if self.flow.is_hollow((args, kwargs)):
-            args, kwargs = on_meta((args, kwargs))
-        leaves, spec = flatten(unit.original(module, *args, **kwargs))
-        shape = OutputShape(tuple(TensorSpec.shape_of(x) if isinstance(x, torch.Tensor) else x for x in leaves), spec)
-        # A clone, because a dropout in evaluation returns its argument itself.
-        return shape.answer(
-            lambda leaf, spec: self._standing_for(
-                Value(unit.name, index, leaf),
-                self.flow.stand_in(spec, self._device) if leaves[leaf].is_meta else leaves[leaf].clone(),
-            ),
-            (),
-        ), shape
 
     def _run_shape_function(
         self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
@@ -403,21 +372,3 @@ def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_
     finally:
         for registry, name, tensor in replaced:
             registry[name] = tensor
-
-
-def floating_modules(model: nn.Module, units: Iterable[str]) -> dict[str, nn.Module]:
-    """Dropout modules between units, by name. They hold nothing, so each call runs where its input is."""
-    prefixes = tuple(f"{unit}." for unit in units)
-    names = set(units)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name not in names and not name.startswith(prefixes) and _is_dropout(module)
-    }
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return True
-    name = type(module).__name__
-    return name.endswith(("Dropout", "DropPath")) and not any(True for _ in (*module.parameters(), *module.buffers()))

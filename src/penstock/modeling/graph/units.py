@@ -16,7 +16,7 @@ from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, floating_modules, trace
+from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 from penstock.modeling.weights.names import unit_of
 
@@ -147,15 +147,14 @@ def trace_units(
         inner_calls: takes up, for each unit, the names of the modules inside it that the model's code calls directly.
         head: the unit whose logits only a loss over chunks of tokens may use.
     """
-    floating = floating_modules(model, functions.units)
     interceptor, hooks = Interceptor(), []
     for name, calls in (inner_calls or {}).items():
         for inner, child in functions.units[name].named_modules(prefix=name):
             if inner != name:
                 hooks.append(child.register_forward_pre_hook(lambda *_, calls=calls, inner=inner: calls.add(inner)))
     try:
-        with interceptor.installed({**functions.units, **floating}):
-            return trace(model, functions, set(floating), interceptor, inputs, head=head)
+        with interceptor.installed(functions.units):
+            return trace(model, functions, interceptor, inputs, head=head)
     finally:
         for hook in hooks:
             hook.remove()
