@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
 from penstock.modeling.tensor_spec import TensorSpec
@@ -198,20 +200,14 @@ class DataFlow(TorchDispatchMode):
     @contextmanager
     def pause(self) -> Iterator[None]:
         before, self.paused = self.paused, True
-        # Each mode is taken off if it is the innermost of its kind: one that does nothing takes its time, too.
-        modes: list[TorchDispatchMode | TorchFunctionMode] = []
-        if self.observer is not None and _get_current_function_mode() is self.observer:
-            modes.append(self.observer)
-        if _get_current_dispatch_mode() is self:
-            modes.append(self)
-        for mode in modes:
-            mode.__exit__(None, None, None)
-        try:
+        with ExitStack() as aside:
+            # Each mode is taken off if it is the innermost of its kind: one that does nothing takes its time, too.
+            if self.observer is not None and overrides._get_current_function_mode() is self.observer:
+                aside.enter_context(overrides._pop_mode_temporarily())
+            if _python_dispatch._get_current_dispatch_mode() is self:
+                aside.enter_context(_python_dispatch._pop_mode_temporarily())
+            aside.callback(setattr, self, "paused", before)
             yield
-        finally:
-            for mode in modes:
-                mode.__enter__()
-            self.paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
@@ -153,7 +154,7 @@ def trace(
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
-        real_outside(model, functions) as buffers,
+        _real_outside(model, functions.units) as real,
     ):
         arguments = {
             name: narrow_copy(value) if isinstance(value, Cache) else map_tensors(label_placeholder, name, value)
@@ -173,7 +174,7 @@ def trace(
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
-                _refuse_changed(buffers, flow)
+                _refuse_changed(model, real, flow)
         except (ReachedInside, CriterionError, ChunkedLossError):
             raise
         except Untraceable as error:
@@ -239,12 +240,25 @@ class _Planner:
                 self._refuse_module(name, leaf)
         sources = self.flow.sources(leaves)
         with self.flow.pause():
-            output, shape = self._run_shape_function(name, index, args, kwargs, leaves)
+            shape = self._functions(name, args, kwargs, _plain_values(leaves, self.flow))
+            _refuse_unknown(name, shape.leaves)
+            output = shape.answer(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
+            for position in shape.written:
+                self.flow.note_write(leaves[position])
+                self.flow.mark(leaves[position], (Altered(name, index),))
+            if shape.cache is not None:
+                shape.cache.apply(leaves)
         first = args[0] if args else next(iter(kwargs.values()), None)
         like = TensorSpec.shape_of(first) if isinstance(first, torch.Tensor) else None
         like_input = tuple(leaf for leaf, spec in enumerate(shape.leaves) if like is not None and spec == like)
         self.calls.append(TracedCall(name, index, sources, shape, like_input))
         return ChunkedLogits.standing_for(output) if name == self._head else output
+
+    def _stand_in(self, value: Value, spec: TensorSpec) -> torch.Tensor:
+        tensor = self.flow.stand_in(spec, self._device)
+        self.flow.mark_value(tensor, value)
+        self.shapes[value] = spec
+        return tensor
 
     def _refuse_module(self, unit: str, given: nn.Module) -> None:
         """Raise `ReachedInside` if a unit is given a module of another one, whose weights it uses itself."""
@@ -254,28 +268,6 @@ class _Planner:
         held = next((name for name, _ in tensors), None)
         if owner not in (None, unit) and held is not None:
             raise ReachedInside(f"{full}.{held}")
-
-    def _standing_for(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
-        self.flow.mark_value(tensor, value)
-        self.shapes[value] = TensorSpec.shape_of(tensor)
-        return tensor
-
-    def _run_shape_function(
-        self, name: str, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]
-    ) -> tuple[Any, OutputShape]:
-        known = _plain_values(leaves, self.flow)
-        shape = self._functions(name, args, kwargs, known)
-        _refuse_unknown(name, shape.leaves)
-        output = shape.answer(
-            lambda leaf, spec: self._standing_for(Value(name, index, leaf), self.flow.stand_in(spec, self._device)),
-            leaves,
-        )
-        for position in shape.written:
-            self.flow.note_write(leaves[position])
-            self.flow.mark(leaves[position], (Altered(name, index),))
-        if shape.cache is not None:
-            shape.cache.apply(leaves)
-        return output, shape
 
 
 def _refuse_enclosed(unit: str) -> None:
@@ -335,40 +327,29 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
                 flow.mark(tensor, (Outside(full) if inside is None else Inside(full),))
 
 
-def _refuse_changed(buffers: Iterable[_OutsideBuffer], flow: DataFlow) -> None:
-    """Raise `ChangedBuffer` if the forward has changed a buffer that is saved, or any other by what a unit returned."""
-    for name, is_saved, registry, key, before in buffers:
-        now = registry.get(key)
-        changed = now is not before or before._version
-        if changed and (is_saved or any(isinstance(source, (Value, Altered)) for source in flow.sources(now))):
-            raise ChangedBuffer(name)
-
-
-# Its full name, whether it is saved, where it is, and its values before.
-_OutsideBuffer = tuple[str, bool, dict[str, Any], str, torch.Tensor]
-
-
 @contextmanager
-def real_outside(model: nn.Module, functions: ShapeFunctions) -> Iterator[list[_OutsideBuffer]]:
-    """Replace meta tensors outside of units by zeros (in a model built on the meta device), and put buffers back: those
-    are copied for the duration, since the model's code may update them. Gives these copies."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    buffers: list[_OutsideBuffer] = []
+def _real_outside(model: nn.Module, units: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, zeros are in the place of meta tensors outside of units (in a model built on the meta device), and copies
+    in that of buffers, since the model's code may update them. Gives all of these by name."""
+    real = {}
     for prefix, module in model.named_modules():
-        if unit_of(prefix, functions.units) is not None:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and unit_of(prefix, units) is None and (tensor.is_meta or name in module._buffers):
+                made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
+                full = f"{prefix}.{name}" if prefix else name
+                real[full] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+    with _reparametrize_module(model, dict(real)):
+        yield real
+
+
+def _refuse_changed(model: nn.Module, real: Mapping[str, torch.Tensor], flow: DataFlow) -> None:
+    """Raise `ChangedBuffer` if the forward has changed a buffer that is saved, or any other by what a unit returned."""
+    for full, before in real.items():
+        prefix, _, name = full.rpartition(".")
+        module = model.get_submodule(prefix)
+        now = module._buffers.get(name)
+        if isinstance(before, nn.Parameter) or (now is before and not before._version):
             continue
-        for registry in (module._parameters, module._buffers):
-            for name, tensor in registry.items():
-                if tensor is not None and (tensor.is_meta or registry is module._buffers):
-                    replaced.append((registry, name, tensor))
-                    zeros = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
-                    registry[name] = nn.Parameter(zeros, False) if isinstance(tensor, nn.Parameter) else zeros
-                    if registry is module._buffers:
-                        full = f"{prefix}.{name}" if prefix else name
-                        is_saved = name not in module._non_persistent_buffers_set
-                        buffers.append((full, is_saved, registry, name, zeros))
-    try:
-        yield buffers
-    finally:
-        for registry, name, tensor in replaced:
-            registry[name] = tensor
+        is_saved = name not in module._non_persistent_buffers_set
+        if is_saved or any(isinstance(source, (Value, Altered)) for source in flow.sources(now)):
+            raise ChangedBuffer(full)

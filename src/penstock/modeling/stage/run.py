@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,30 +30,29 @@ class StageDone(BaseException):
     """Ends a stage's forward after its last unit. No `Exception`, so that model code cannot swallow it."""
 
 
+@dataclass(eq=False)
 class StageRun:
     """Handles the unit calls of one forward of one stage, see `SplitModel.walk`; `host_values` are active in the code
     between units, and not inside of them."""
 
-    def __init__(
-        self,
-        plan: StagePlan,
-        functions: ShapeFunctions,
-        received: Sequence[torch.Tensor],
-        early_exit: bool,
-        device: torch.device,
-        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
-        host_values: HostValues | None = None,
-    ) -> None:
-        self._plan, self._functions, self._received, self._host_values = plan, functions, received, host_values
-        self._early_exit, self._device, self._hand_over = early_exit, device, hand_over
-        self._seed_generators: Callable[[int], None] | None = None
-        self._seed = self._position = 0
-        # The unit that makes its logits where a loss asks for them, of so many tokens at once.
-        self.head: str | None = None
-        self.chunk_tokens = 0
-        self._sends: list[torch.Tensor | None] = [None] * plan.num_sent
-        if plan.idle and hand_over is not None:
-            hand_over(self.finished())
+    plan: StagePlan
+    functions: ShapeFunctions
+    received: Sequence[torch.Tensor]
+    device: torch.device
+    early_exit: bool = True
+    hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None
+    host_values: HostValues | None = None
+    # The unit that makes its logits where a loss asks for them, of so many tokens at once.
+    head: str | None = None
+    chunk_tokens: int = 0
+    _seed: int = 0
+    _seed_generators: Callable[[int], None] | None = None
+    _position: int = 0
+
+    def __post_init__(self) -> None:
+        self._sends: list[torch.Tensor | None] = [None] * self.plan.num_sent
+        if self.plan.idle and self.hand_over is not None:
+            self.hand_over(self.finished())
 
     def seed_with(self, seed_generators: Callable[[int], None], seed: int) -> None:
         """Seed the random generators now, and before and after every unit, from the forward's seed."""
@@ -62,15 +62,15 @@ class StageRun:
     def finished(self) -> tuple[torch.Tensor, ...]:
         """The values to hand to the next stage, once its last unit has run."""
         # Not earlier: what was received may still be on its way when the forward begins.
-        for incoming, outgoing in self._plan.relayed:
-            self._sends[outgoing] = self._received[incoming]
+        for incoming, outgoing in self.plan.relayed:
+            self._sends[outgoing] = self.received[incoming]
         for value in self._sends:
             if value is None:
                 raise RuntimeError("The model took another path than it was planned for: it skipped a unit.")
         return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls, position = self._plan.calls, self._position
+        calls, position = self.plan.calls, self._position
         planned = calls[position] if position < len(calls) else None
         if planned is None or planned.call.unit != unit.name:
             expected = "no further unit" if planned is None else f"the unit {planned.call.unit}"
@@ -80,16 +80,16 @@ class StageRun:
                 "layers out, which a pipeline cannot follow."
             )
         self._position = position + 1
-        seed, host_values = self._seed_generators, self._host_values
+        seed, host_values = self._seed_generators, self.host_values
         if seed is not None and planned.own:
             seed(mixed(self._seed, planned.seeds[0]))
         compute = self._run if planned.own else self._answer
         with _NOTHING if host_values is None else host_values.aside():
             output = compute(planned, unit, module, args, kwargs)
         if planned.last:
-            if self._hand_over is not None:
-                self._hand_over(self.finished())
-            if self._early_exit:
+            if self.hand_over is not None:
+                self.hand_over(self.finished())
+            if self.early_exit:
                 raise StageDone
         if seed is not None:
             seed(mixed(self._seed, planned.seeds[1]))
@@ -124,7 +124,7 @@ class StageRun:
         """What ghosts of a unit take the shapes of its output to be."""
         if call.output.spec.is_leaf() and call.like_input:
             return (TensorSpec.shape_of(_first(args, kwargs)),)
-        return self._functions(call.unit, args, kwargs, call.output.known).leaves
+        return self.functions(call.unit, args, kwargs, call.output.known).leaves
 
     def _answer(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,7 +135,7 @@ class StageRun:
             given: Sequence[Any] = (*args, *kwargs.values())
             if not any(isinstance(each, Cache) for each in given) or not isinstance(given[0], torch.Tensor):
                 given = flatten((args, kwargs))[0]  # which takes longer than the rest of this call
-            growth.apply(given, self._device)
+            growth.apply(given, self.device)
         return answer
 
     def _received_or_placeholder(self, planned: StageCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,11 +145,11 @@ class StageRun:
                 return self._value(received[0])
             if 0 in call.like_input and not planned.writable:
                 return _first(args, kwargs)
-        lazily = not (planned.known or self._early_exit or planned.writable or output.captured)
+        lazily = not (planned.known or self.early_exit or planned.writable or output.captured)
         later = self._shapes_later(call, args, kwargs) if lazily else None
         like_first = planned.known or lazily
         if not like_first:
-            output = self._functions(call.unit, args, kwargs, output.known)
+            output = self.functions(call.unit, args, kwargs, output.known)
 
         def tensor(leaf: Any, shape: TensorSpec) -> torch.Tensor:
             if leaf in received:
@@ -158,8 +158,8 @@ class StageRun:
                 first: torch.Tensor = _first(args, kwargs)
                 return first
             if later is not None:
-                return LazyPlaceholder(lambda: later()[leaf].expanded_zeros(self._device))
-            return shape.zeros(self._device) if planned.writable else shape.expanded_zeros(self._device)
+                return LazyPlaceholder(lambda: later()[leaf].expanded_zeros(self.device))
+            return shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device)
 
         return output.answer(tensor, flatten((args, kwargs))[0] if output.stored else ())
 
@@ -174,14 +174,14 @@ class StageRun:
         @functools.cache
         def shapes() -> tuple[Any, ...]:
             args, kwargs = pytree.tree_unflatten(frozen, structure)
-            return self._functions(call.unit, args, kwargs, call.output.known).leaves
+            return self.functions(call.unit, args, kwargs, call.output.known).leaves
 
         return shapes
 
     def _value(self, received: tuple[int, bool]) -> torch.Tensor:
         position, copied = received
         # A received value is a leaf of the autograd graph, which must not be written to.
-        return self._received[position].clone() if copied else self._received[position]
+        return self.received[position].clone() if copied else self.received[position]
 
 
 class LazyPlaceholder(torch.Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -249,9 +250,9 @@ class SplitModel:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
             `plan.boundaries[stage]`. One that passes through is the received tensor.
         """
-        stage_plan = self._stage_plan(plan, stage, received)
-        if stage_plan.idle:
-            return None, self._stage_run(stage_plan, received, inputs).finished()
+        run = self._stage_run(plan, stage, inputs, received)
+        if run.plan.idle:
+            return None, run.finished()
         arguments = _arguments(plan, inputs)
         if criterion is not None and (left_out := self._forwards.for_criterion(inputs)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
@@ -263,17 +264,12 @@ class SplitModel:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
             evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
-        host_values = HostValues() if plan.asks_inputs and host is not None and host is not inputs else None
-        if plan.num_stages == 1 and not self._seeded(seed) and host_values is None and plan.head is None:
+        if plan.asks_inputs and host is not None and host is not inputs:
+            run.host_values = HostValues()
+            run.host_values.know_all(arguments, host)
+        elif plan.num_stages == 1 and not self._seeded(seed) and plan.head is None:
             return evaluate(), ()  # an ordinary forward
-        if host_values is not None:
-            assert host is not None
-            host_values.know_all(arguments, host)
-            evaluate = partial(_under, host_values, evaluate)
-        run = self._stage_run(stage_plan, received, inputs, host_values=host_values)
-        if plan.head is not None:
-            assert self.loss_chunk_tokens is not None
-            run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens
+        run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
         output = self._handled(run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
@@ -296,40 +292,29 @@ class SplitModel:
 
         Returns the model's output, in which only the last stage's values are right; caches of keys and values then hold
         the stage's own layers, and entries of the right length for all others."""
-        stage_plan = self._stage_plan(plan, stage, received)
+        run = self._stage_run(plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over)
         evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
             evaluate = partial(self.tensor_parallel.run, plan.digest, False, evaluate)
         if plan.num_stages == 1 and not self._seeded(seed):
             return evaluate()
-        run = self._stage_run(stage_plan, received, inputs, early_exit, hand_over)
-        output = None if stage_plan.idle and early_exit else self._handled(run, evaluate, seed)
+        output = None if run.plan.idle and early_exit else self._handled(run, evaluate, seed)
         run.finished()
         return output
 
-    def _stage_plan(self, plan: ForwardPlan, stage: int, received: Sequence[torch.Tensor]) -> StagePlan:
-        if stage and len(received) != len(plan.boundaries[stage - 1]):
-            crossing = len(plan.boundaries[stage - 1])
+    def _stage_run(
+        self, plan: ForwardPlan, stage: int, inputs: Mapping[str, Any], received: Sequence[torch.Tensor], **options: Any
+    ) -> StageRun:
+        crossing = len(plan.boundaries[stage - 1]) if stage else 0
+        if len(received) != crossing:
             raise RuntimeError(
                 f"stage {stage} was given {len(received)} values, but {crossing} cross the boundary before it"
             )
         found = self._stage_plans.get((plan.digest, stage))
         if found is None:
             found = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
-        return found
-
-    def _stage_run(
-        self,
-        plan: StagePlan,
-        received: Sequence[torch.Tensor],
-        inputs: Mapping[str, Any],
-        early_exit: bool = True,
-        hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None,
-        host_values: HostValues | None = None,
-    ) -> StageRun:
         device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
-        functions = self._forwards.functions
-        return StageRun(plan, functions, received, early_exit, device or self.device, hand_over, host_values)
+        return StageRun(found, self._forwards.functions, received, device or self.device, **options)
 
     def _seeded(self, seed: int | None) -> bool:
         return seed is not None and self.random and self.model.training
@@ -344,7 +329,8 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
-            return evaluate()
+            with run.host_values or nullcontext():
+                return evaluate()
         except StageDone:
             return None
         finally:
@@ -381,11 +367,6 @@ def _arguments(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Mapping[str, Any
             for name, value in arguments.items()
         }
     return arguments
-
-
-def _under(mode: HostValues, evaluate: Callable[[], Any]) -> Any:
-    with mode:
-        return evaluate()
 
 
 def refuse_moved(model: nn.Module, device: torch.device) -> None:
