@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, product
@@ -78,22 +78,12 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Backwards run in the order of the forwards, as every schedule here: the caller sees microbatches 0, 1, 2, ...
     """
-    microbatches = range(num_microbatches)
-    actions = tuple(
-        tuple(Action(kind, stage, microbatch) for kind in (Kind.F, Kind.B) for microbatch in microbatches)
-        for stage in range(num_ranks)
-    )
-    return Schedule("gpipe", num_ranks, num_microbatches, tuple(range(num_ranks)), actions, False)
+    return _one_stage_each("gpipe", num_microbatches, [num_microbatches] * num_ranks)
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     """Warm up with p - r - 1 forwards, then alternate (PipeDream-Flush; Narayanan et al. 2021, SC21, section 2.2.1)."""
-    actions = []
-    for stage in range(num_ranks):
-        forwards = (Action(Kind.F, stage, microbatch) for microbatch in range(num_microbatches))
-        backwards = (Action(Kind.B, stage, microbatch) for microbatch in range(num_microbatches))
-        actions.append(tuple(_alternate(forwards, backwards, warm_up=num_ranks - stage - 1)))
-    return Schedule("1f1b", num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), False)
+    return _one_stage_each("1f1b", num_microbatches, range(num_ranks)[::-1])
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -103,7 +93,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     With at least p microbatches the step takes m t + (p - 1) max(F, B, F + B - W), where t = F + B + W; no order with
     p live microbatches does better when W = B, since stage 0 has its first gradient after p F + (p - 1) B.
     """
-    return _zero_bubble("zb-h1", num_ranks, num_microbatches, reserve=1)
+    return _one_stage_each("zb-h1", num_microbatches, range(num_ranks)[::-1], range(num_ranks))
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -115,27 +105,31 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     order does better. With fewer microbatches it is ZB-H1.
     """
     reserve = 2 if num_microbatches >= 2 * num_ranks - 1 else 1
-    return _zero_bubble("zb-h2", num_ranks, num_microbatches, reserve)
+    late = [reserve * rank for rank in range(num_ranks)]
+    return _one_stage_each("zb-h2", num_microbatches, late[::-1], late)
 
 
-def _zero_bubble(name: str, num_ranks: int, num_microbatches: int, reserve: int) -> Schedule:
-    """1F1B in which stage r warms up with `reserve` * (p - r - 1) forwards and puts off `reserve` * r weight gradients.
-    The papers' stage runs W for the microbatch that is so many behind the one of its last B. Here it keeps those of its
-    first microbatches for the end and runs the others right after their B, which takes the same time and finds their
-    tensors in the caches."""
+def _one_stage_each(
+    name: str, num_microbatches: int, warm_ups: Sequence[int], num_late: Sequence[int] | None = None
+) -> Schedule:
+    """1F1B in which each stage warms up with so many forwards, and puts off so many weight gradients; with None its
+    backwards are whole. The papers' stage runs W for the microbatch that is so many behind the one of its last B. Here
+    it keeps those of its first microbatches for the end and runs the others right after their B, which takes the same
+    time and finds their tensors in the caches."""
     actions = []
-    for stage in range(num_ranks):
-        forwards = (Action(Kind.F, stage, microbatch) for microbatch in range(num_microbatches))
-        backwards = (Action(Kind.B, stage, microbatch) for microbatch in range(num_microbatches))
-        num_late = min(reserve * stage, num_microbatches)
+    for stage, warm_up in enumerate(warm_ups):
+        forwards, backwards, weights = (
+            [Action(kind, stage, microbatch) for microbatch in range(num_microbatches)] for kind in Kind
+        )
+        late = num_microbatches if num_late is None else num_late[stage]
         row = []
-        for action in _alternate(forwards, backwards, warm_up=reserve * (num_ranks - stage - 1)):
+        for action in _alternate(iter(forwards), iter(backwards), warm_up):
             row.append(action)
-            if action.kind is Kind.B and action.microbatch >= num_late:
-                row.append(Action(Kind.W, stage, action.microbatch))
-        row.extend(Action(Kind.W, stage, microbatch) for microbatch in range(num_late))
-        actions.append(tuple(row))
-    return Schedule(name, num_ranks, num_microbatches, tuple(range(num_ranks)), tuple(actions), True)
+            if action.kind is Kind.B and action.microbatch >= late:
+                row.append(weights[action.microbatch])
+        actions.append((*row, *(() if num_late is None else weights[:late])))
+    ranks = tuple(range(len(warm_ups)))
+    return Schedule(name, len(ranks), num_microbatches, ranks, tuple(actions), num_late is not None)
 
 
 def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -36,20 +36,23 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return bits.reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)
 
 
+class LossCall(NamedTuple):
+    """A loss function's call: the mean that it gives, why that is not exact, if so, and what it was computed from."""
+
+    term: LossTerm
+    reason: str
+    result: Any
+    is_sum: bool
+    made_of: Sources
+
+
 class LossTrace:
     """Records the loss functions of one traced forward; `in_chunks`, whether one of them was of `ChunkedLogits`."""
 
     def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
         self.in_chunks = False
-        self._inputs = inputs
-        self._batch_dim = batch_dim
-        self._flow = flow
-        self._found: list[tuple[LossTerm, str]] = []  # with the reason why it is not exact, or ""
-        # What the loss functions returned; those that sum up a batch are kept apart.
-        self._means: list[torch.Tensor] = []
-        self._sums: list[torch.Tensor] = []
-        # What the result of each was computed from.
-        self._made_of: list[Sources] = []
+        self._inputs, self._flow, self._batch_dim = inputs, flow, batch_dim
+        self._calls: list[LossCall] = []
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         bound = inspect.signature(func).bind(*args, **kwargs)
@@ -57,60 +60,45 @@ class LossTrace:
         self.in_chunks |= isinstance(bound.arguments.get("input"), ChunkedLogits)
         with self._flow.pause():
             term, reason = self._recognise(func, bound.arguments)
-        call = len(self._found)
-        self._found.append((replace(term, calls=(call,)), reason))
-        self._made_of.append(self._flow.sources(result))
+        is_sum, made_of = bound.arguments.get("reduction") == "sum", self._flow.sources(result)
         if isinstance(result, torch.Tensor):
-            self._flow.mark(result, (Reduced(call),))
+            self._flow.mark(result, (Reduced(len(self._calls)),))
             self._flow.mark_mean(result, result.dim() == 0)
-            (self._sums if bound.arguments.get("reduction") == "sum" else self._means).append(result)
+        self._calls.append(LossCall(term, reason, result, is_sum, made_of))
 
     def rule(self, loss: torch.Tensor, output: Any, reduction: str | None = None) -> LossRule:
         """The rule for the loss of an output; `reduction` is what its maker says of it: "sum", or `NUM_ITEMS`."""
         sources = self._flow.sources(loss)
-        rule = self._rule(sources)
+        used = {number: call for number, call in enumerate(self._calls) if Reduced(number) in sources}
+        numbers: dict[LossTerm, tuple[int, ...]] = {}
+        for number, call in used.items():
+            numbers[call.term] = (*numbers.get(call.term, ()), number)
+        terms = tuple(replace(term, calls=calls) for term, calls in numbers.items()) or (LossTerm("samples"),)
+        reasons = dict.fromkeys(call.reason for call in used.values() if call.reason)
+        rule = LossRule(terms, bool(used) and not reasons, "; ".join(reasons) if used else _NO_FUNCTION)
+        result_is = [call.is_sum for call in self._calls if call.result is loss]
         # A mean by torch's loss functions that nothing was divided by is no sum over items.
-        untouched = any(mean is loss for mean in self._means) or not self._flow.asks_inputs
+        untouched = False in result_is or not self._flow.asks_inputs
         is_mean = rule.exact and untouched and Given(NUM_ITEMS) not in sources
-        over_items = [term.kind for term in rule.terms] == ["sum"]
+        over_items = [term.kind for term in terms] == ["sum"]
         is_sum = reduction == "sum" or (reduction == NUM_ITEMS and not is_mean and not over_items)
-        means = {source for source in sources if isinstance(source, Reduced)}
-        if over_items and self._has_more(sources):
+        # What the model computed besides the results of loss functions.
+        more = sources - NOTHING.union(*(call.made_of for call in used.values()))
+        if over_items and any(not isinstance(source, Reduced | Given) for source in more):
             # The forward adds it once, whatever the caller divides the sum by: microbatches make a mean of it.
             rule = replace(rule, rest=LossTerm("samples"))
         if rule.exact and (self._flow.branches_on_loss or not self._flow.is_mean(loss)):
             rule = replace(rule, exact=False, reason=_MADE_OF_MEANS)
-        if is_sum or any(total is loss for total in self._sums):
+        if is_sum or True in result_is:
             # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
-            rule = LossRule((LossTerm("sum", calls=rule.terms[0].calls),))
-        fields = [
+            rule = LossRule((LossTerm("sum", calls=terms[0].calls),))
+        fields = (
             name
             for name, value in (output.items() if isinstance(output, Mapping) else ())
             if name != "loss" and isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
-            and (found := self._flow.sources(value)) and found & means
-        ]  # fmt: skip
+            and any(Reduced(number) in self._flow.sources(value) for number in used)
+        )  # fmt: skip
         return replace(rule, fields=tuple(fields))
-
-    def _has_more(self, sources: Sources) -> bool:
-        """Whether a loss contains something that the model computed, besides the results of loss functions."""
-        calls = [source.loss_call for source in sources if isinstance(source, Reduced)]
-        more = sources - NOTHING.union(*(self._made_of[call] for call in calls))
-        return any(not isinstance(source, Reduced | Given) for source in more)
-
-    def _rule(self, sources: Sources) -> LossRule:
-        terms: dict[LossTerm, LossTerm] = {}
-        reasons = []
-        for source in sorted((s for s in sources if isinstance(s, Reduced)), key=lambda s: s.loss_call):
-            term, reason = self._found[source.loss_call]
-            key = replace(term, calls=())
-            known = terms.get(key, key)
-            terms[key] = replace(known, calls=(*known.calls, source.loss_call))
-            if reason:
-                reasons.append(reason)
-        if not terms:
-            reasons.append("it is computed by none of torch's loss functions")
-            terms[LossTerm("samples")] = LossTerm("samples")
-        return LossRule(tuple(terms.values()), not reasons, "; ".join(dict.fromkeys(reasons)))
 
     def _recognise(self, func: Any, arguments: Mapping[str, Any]) -> tuple[LossTerm, str]:
         label = func.__name__
@@ -204,6 +192,7 @@ class LossTrace:
 
 
 # Why a loss is not exact.
+_NO_FUNCTION = "it is computed by none of torch's loss functions"
 _MADE_OF_MEANS = "it is more than the results of torch's loss functions, scaled by constants and added up"
 _SELECTED = "{} is given elements selected by their values"
 
