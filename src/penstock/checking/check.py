@@ -16,6 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from penstock.layout.announce import LENGTH, compact
 from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.dataflow import Value
 from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
@@ -198,10 +199,16 @@ def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryRepor
         plan = make_plan(found, stage_of, 2)
     except NotImplementedError as error:
         return BoundaryReport(units[index - 1], (), str(error))
+    collected = {
+        Value(call.unit, call.index, leaf): f" {key}"
+        for call in found.calls
+        for key, leaf in call.output.captured
+        if leaf is not None and leaf >= call.output.spec.num_leaves
+    }
     crossing = []
     for value in plan.boundaries[0]:
         origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
-        origin += f" {value.leaf}" if isinstance(value.leaf, str) else f" output {value.leaf}" if value.leaf else ""
+        origin += collected.get(value, f" output {value.leaf}" if value.leaf else "")
         shape = found.shapes[value]
         crossing.append(BoundaryValue(origin, shape.shape, shape.dtype))
     return BoundaryReport(units[index - 1], tuple(crossing))

@@ -28,12 +28,11 @@ MOST_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor that one call of a unit, counted from 0 in the forward, returns: the leaf of its output, counted from
-    0, or the name of a side output (`"router_logits.0"`)."""
+    """One tensor that one call of a unit, counted from 0 in the forward, returns: a leaf of its `OutputShape`."""
 
     unit: str
     call: int
-    leaf: int | str
+    leaf: int
 
 
 @dataclass(frozen=True)

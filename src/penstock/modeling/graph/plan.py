@@ -93,9 +93,7 @@ def make_plan(
     boundaries = []
     for stage in range(1, num_stages):
         crossing = {v for needed in needs[stage:] for v in needed if stages[v.unit, v.call] < stage}
-        # Side outputs of a call come after its outputs.
-        place = {v: (order[v.unit, v.call], isinstance(v.leaf, str), v.leaf) for v in crossing}
-        boundaries.append(tuple(sorted(crossing, key=place.__getitem__)))
+        boundaries.append(tuple(sorted(crossing, key=lambda value: (order[value.unit, value.call], value.leaf))))
     plan = ForwardPlan(
         entry=entry,
         num_stages=num_stages,
@@ -118,7 +116,7 @@ def make_plan(
 
 
 def _values(sources: Sources) -> Sequence[Value]:
-    return sorted((s for s in sources if isinstance(s, Value)), key=lambda v: (v.unit, v.call, str(v.leaf)))
+    return sorted((s for s in sources if isinstance(s, Value)), key=lambda v: (v.unit, v.call, v.leaf))
 
 
 def _refuse_altered(sources: Sources, stages: Mapping[tuple[str, int], int], stage: int, user: str) -> None:
@@ -154,8 +152,7 @@ class StageCall:
     own: bool
     last: bool  # the stage is done after this call
     sends: tuple[tuple[int, int, bool], ...]  # leaf of the output, position among the values to send, copy
-    side_sends: tuple[tuple[str, int, int, bool], ...]  # list and number of a side output, position, copy
-    received: dict[int | str, tuple[int, bool]]  # {leaf: (position among the values received, copy)}
+    received: dict[int, tuple[int, bool]]  # {leaf: (position among the values received, copy)}
     # Every tensor that the call returns was received, or else, where the call also makes entries in mappings, is like
     # its first argument, and none is written to.
     known: bool
@@ -180,34 +177,21 @@ def make_stage_plan(plan: ForwardPlan, stage: int) -> StagePlan:
     calls = []
     for position, call in enumerate(plan.calls):
         own, last = call.stage == stage, position == plan.last_calls[stage] and not last_stage
-        values = _values_of_call(call)
-        sends, side_sends = [], []
-        for value in values if own else ():
-            if value in outgoing:
-                if isinstance(value.leaf, int):
-                    sends.append((value.leaf, outgoing[value], value in plan.written))
-                else:
-                    key, _, number = value.leaf.rpartition(".")
-                    side_sends.append((key, int(number), outgoing[value], value in plan.written))
+        leaves = [leaf for leaf, shape in enumerate(call.output.leaves) if isinstance(shape, TensorSpec)]
+        values = [Value(call.unit, call.index, leaf) for leaf in leaves]
+        sends = ((v.leaf, outgoing[v], v in plan.written) for v in values if own and v in outgoing)
         received = {value.leaf: (incoming[value], value in plan.written) for value in values if value in incoming}
         writable = any(value in plan.written for value in values)
         like_input = call.like_input if call.output.stored and not writable else ()
         known = all(value.leaf in received or value.leaf in like_input for value in values)
         seeds = key_of(call.unit, call.index), key_of(call.unit, call.index, "after")
-        calls.append(StageCall(call, own, last, tuple(sends), tuple(side_sends), received, known, writable, seeds))
+        calls.append(StageCall(call, own, last, tuple(sends), received, known, writable, seeds))
     return StagePlan(
         calls=tuple(calls),
         relayed=tuple((incoming[value], outgoing[value]) for value in incoming if value in outgoing),
         num_sent=len(outgoing),
         idle=not last_stage and plan.last_calls[stage] < 0,
     )
-
-
-def _values_of_call(call: PlannedCall) -> list[Value]:
-    """The tensors that a call makes: those it returns, and side outputs that are not among them."""
-    leaves: list[int | str] = [i for i, leaf in enumerate(call.output.leaves) if isinstance(leaf, TensorSpec)]
-    leaves += [entry.leaf for entry in call.output.captured if isinstance(entry.leaf, str)]
-    return [Value(call.unit, call.index, leaf) for leaf in leaves]
 
 
 def refusal(model: nn.Module, reason: str) -> NotImplementedError:

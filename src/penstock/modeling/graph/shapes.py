@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,15 +33,6 @@ SOME_TENSOR = TensorSpec((), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """One entry that a call appends to a side output."""
-
-    key: str
-    leaf: int | str | None  # of the output (an index), its own name (`"router_logits.0"`), or None is appended
-    shape: TensorSpec | None
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """An entry that a call makes in the mapping at a `position` among the leaves of its arguments, for later calls:
     keys and values to share, say."""
@@ -55,10 +46,11 @@ class Stored:
 class OutputShape:
     """The structure of what a unit's call returns."""
 
-    # Of the output, and then of the entries in `stored`: a `TensorSpec`, or the leaf itself if it is no tensor.
+    # Of the output, then of the entries in `stored`, then what else is `captured`: a `TensorSpec`, or no tensor.
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
-    captured: tuple[Captured, ...] = ()  # in the order in which they are appended
+    # What the call appends to side outputs, in order: the key of each list, and which leaf; or None.
+    captured: tuple[tuple[str, int | None], ...] = ()
     cache: CacheGrowth | None = None  # what the call does to a cache among its arguments
     written: tuple[int, ...] = ()  # indices of the argument leaves that the call changes in place
     assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
@@ -75,30 +67,31 @@ class OutputShape:
             given[entry.position][entry.key] = pytree.tree_unflatten(leaves[start:end], entry.spec)
         return output
 
-    def flatten(self, output: Any, given: Sequence[Any]) -> list[Any]:
-        """The inverse of `unflatten`, after a call."""
+    def flatten(self, output: Any, given: Sequence[Any], before: Mapping[str, int]) -> list[Any]:
+        """The inverse of `unflatten`, after a call; `before` are the lengths that side outputs had."""
         leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
-        return leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
+        leaves = leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
+        lists = side_outputs() if self.captured else {}
+        appended = {key: iter(values[before[key] :]) for key, values in lists.items()}
+        for key, leaf in self.captured:
+            value = next(appended.get(key, iter(())), None)
+            if leaf == len(leaves):
+                leaves.append(value)
+        return leaves
 
-    def answer(self, tensor: Callable[[Any, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
+    def answer(self, tensor: Callable[[int, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
         """Placeholders for what the call returns; also makes the call's entries in side outputs and in mappings.
-        `tensor` gives that for a leaf, by its index or its name as a side output, and its shape."""
+        `tensor` gives that for a leaf, by its index, and its shape."""
         leaves = [tensor(i, leaf) if isinstance(leaf, TensorSpec) else leaf for i, leaf in enumerate(self.leaves)]
         lists = side_outputs() if self.captured else {}
-        for entry in self.captured:
-            if isinstance(entry.leaf, int):
-                value = leaves[entry.leaf]
-            else:
-                value = None if entry.shape is None else tensor(entry.leaf, entry.shape)
-            if entry.key in lists:
-                lists[entry.key].append(value)
+        for key, leaf in self.captured:
+            if key in lists:
+                lists[key].append(None if leaf is None else leaves[leaf])
         return self.unflatten(leaves, given)
 
     def without_shapes(self) -> OutputShape:
         """The same structure for tensors of any shape."""
-        leaves = tuple(SOME_TENSOR if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves)
-        captured = tuple(replace(entry, shape=entry.shape and SOME_TENSOR) for entry in self.captured)
-        return replace(self, leaves=leaves, captured=captured)
+        return replace(self, leaves=tuple(SOME_TENSOR if isinstance(x, TensorSpec) else x for x in self.leaves))
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -283,10 +276,6 @@ class ShapeFunctions:
             for index, (leaf, version) in enumerate(zip(meta_leaves, versions, strict=True))
             if isinstance(leaf, torch.Tensor) and leaf._version != version
         )
-        captured = []
-        for key, values in lists.items():
-            for index, value in enumerate(values[before[key] :]):
-                captured.append(_captured(key, index, value, output_leaves))
         stored = []
         for position, before_call in entries.items():
             for key, value in meta_leaves[position].items():
@@ -294,6 +283,14 @@ class ShapeFunctions:
                     entry_leaves, entry_spec = flatten(value)
                     output_leaves = output_leaves + entry_leaves
                     stored.append(Stored(position, key, entry_spec))
+        captured = []
+        for key, values in lists.items():
+            for value in values[before[key] :]:
+                # The same tensor need not travel twice.
+                place = next((index for index, leaf in enumerate(output_leaves) if leaf is value), None)
+                if place is None and isinstance(value, torch.Tensor):
+                    place, output_leaves = len(output_leaves), [*output_leaves, value]
+                captured.append((key, place))
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
             shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known),
@@ -382,15 +379,6 @@ def _unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
-
-
-def _captured(key: str, index: int, value: Any, output_leaves: list[Any]) -> Captured:
-    if not isinstance(value, torch.Tensor):
-        return Captured(key, None, None)
-    for leaf_index, leaf in enumerate(output_leaves):
-        if leaf is value:  # the same tensor: it need not travel twice
-            return Captured(key, leaf_index, _shape_of(value))
-    return Captured(key, f"{key}.{index}", _shape_of(value))
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -99,30 +99,25 @@ class StageRun:
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a unit of this stage, and keep what the next stage needs of its output."""
-        before = lengths(side_outputs()) if planned.side_sends else {}
+        shape = planned.call.output
+        side_lengths = lengths(side_outputs()) if shape.captured else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
-        expected = self._expected(planned.call, args, kwargs) if planned.call.output.assumed else None
+        expected = self._expected(planned.call, args, kwargs) if shape.assumed else None
         if unit.name == self.head:
             call = lambda hidden: unit.run(module, (hidden,), {})  # noqa: E731
             return ChunkedLogits.of(module, call, _first(args, kwargs), self.chunk_tokens)
         output = unit.run(module, args, kwargs)
-        shape = planned.call.output
         if planned.sends or expected is not None:
-            leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else ())
+            leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else (), side_lengths)
             if expected is not None:
                 _check_assumption(planned.call, leaves, expected)
             for leaf, position, copied in planned.sends:
                 self._sends[position] = leaves[leaf].clone() if copied else leaves[leaf]
-        if planned.side_sends:
-            lists = side_outputs()
-            for key, number, position, copied in planned.side_sends:
-                tensor = lists[key][before[key] + number]
-                self._sends[position] = tensor.clone() if copied else tensor
         return output
 
     def _expected(self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What ghosts of a unit take the shapes of its output to be."""
-        if call.output.spec.is_leaf() and call.like_input:
+        if len(call.output.leaves) == 1 and call.like_input:
             return (TensorSpec.shape_of(_first(args, kwargs)),)
         return self.functions(call.unit, args, kwargs, call.output.known).leaves
 
@@ -151,7 +146,7 @@ class StageRun:
         if not like_first:
             output = self.functions(call.unit, args, kwargs, output.known)
 
-        def tensor(leaf: Any, shape: TensorSpec) -> torch.Tensor:
+        def tensor(leaf: int, shape: TensorSpec) -> torch.Tensor:
             if leaf in received:
                 return self._value(received[leaf])
             if like_first and leaf in call.like_input:
