@@ -72,28 +72,29 @@ def make_plan(
     last_calls = [-1] * num_stages
     for position, call in enumerate(calls):
         last_calls[call.stage] = position
-    needs: list[dict[Value, str]] = [{} for _ in range(num_stages)]
-    for traced, call in zip(trace.calls, calls, strict=True):
-        _refuse_altered(traced.sources, stages, call.stage, call.unit)
-        for value in _values(traced.sources):
-            needs[call.stage][value] = call.unit
-    _refuse_altered(trace.output_sources, stages, num_stages - 1, "the model's output")
-    for value in _values(trace.output_sources):
-        needs[-1][value] = "the model's output"
-    _refuse_control(trace, stages, last_calls)
-
-    order = {(call.unit, call.index): position for position, call in enumerate(calls)}
-    for stage, needed in enumerate(needs):
-        for value, user in needed.items():
+    last_users: dict[Value, int] = {}
+    users = [(call.stage, call.unit, traced.sources) for call, traced in zip(calls, trace.calls, strict=True)]
+    for stage, user, sources in (*users, (num_stages - 1, "the model's output", trace.output_sources)):
+        for source in sources:
+            if isinstance(source, Altered) and stages[source.unit, source.call] != stage:
+                raise NotImplementedError(
+                    f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it"
+                )
+        for value in _values(sources):
+            last_users[value] = max(stage, last_users.get(value, 0))
             if stages[value.unit, value.call] > stage:
                 raise NotImplementedError(
                     f"{user} runs on stage {stage} but needs the output of {value.unit}, which runs later, on stage "
                     f"{stages[value.unit, value.call]}: values cannot flow backwards"
                 )
-    boundaries = []
-    for stage in range(1, num_stages):
-        crossing = {v for needed in needs[stage:] for v in needed if stages[v.unit, v.call] < stage}
-        boundaries.append(tuple(sorted(crossing, key=lambda value: (order[value.unit, value.call], value.leaf))))
+    _refuse_control(trace, stages, last_calls)
+
+    order = {(call.unit, call.index): position for position, call in enumerate(calls)}
+    used = sorted(last_users, key=lambda value: (order[value.unit, value.call], value.leaf))
+    boundaries = (
+        tuple(value for value in used if stages[value.unit, value.call] < stage <= last_users[value])
+        for stage in range(1, num_stages)
+    )
     plan = ForwardPlan(
         entry=entry,
         num_stages=num_stages,
@@ -117,14 +118,6 @@ def make_plan(
 
 def _values(sources: Sources) -> Sequence[Value]:
     return sorted((s for s in sources if isinstance(s, Value)), key=lambda v: (v.unit, v.call, v.leaf))
-
-
-def _refuse_altered(sources: Sources, stages: Mapping[tuple[str, int], int], stage: int, user: str) -> None:
-    for source in sources:
-        if isinstance(source, Altered) and stages[source.unit, source.call] != stage:
-            raise NotImplementedError(
-                f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it"
-            )
 
 
 def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_calls: Sequence[int]) -> None:
