@@ -224,20 +224,15 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, requires_grad=False)
                 memo[id(tensor)] = meta
-        # A module has a dozen empty ones, for its hooks, and `deepcopy` takes long for each.
-        empty = (value for value in vars(child).values() if type(value) in (OrderedDict, dict, set) and not value)
-        memo.update((id(value), type(value)()) for value in empty)
-        # One configuration for both, because some of it may be changed later (`set_attn_implementation`).
-        memo.update((id(value), value) for value in vars(child).values() if isinstance(value, PretrainedConfig))
-    # Hooks are put aside during the copy: they may hold the whole model in a closure or a bound method.
-    hooks = [(child, name, vars(child)[name]) for child in module.modules() for name in _HOOKS if vars(child).get(name)]
-    for child, name, hook in hooks:
-        child.__dict__[name] = type(hook)()
-    try:
-        made: nn.Module = copy.deepcopy(module, memo)
-    finally:
-        for child, name, hook in hooks:
-            child.__dict__[name] = hook
+        for name, value in vars(child).items():
+            # Hooks may hold the whole model in a closure or a bound method. A module has a dozen empty dictionaries for
+            # them, and `deepcopy` takes long for each.
+            if name in _HOOKS or (type(value) in (OrderedDict, dict, set) and not value):
+                memo[id(value)] = type(value)()
+            # One configuration for both, because some of it may be changed later (`set_attn_implementation`).
+            elif isinstance(value, PretrainedConfig):
+                memo[id(value)] = value
+    made: nn.Module = copy.deepcopy(module, memo)
     for parameter in made.parameters():
         parameter.requires_grad_(False)
     made.eval()  # returns nothing in some models that override `train`
