@@ -31,7 +31,7 @@ def test_encoder_states_and_position_biases_are_seen_to_cross() -> None:
     report = check(FAMILIES["t5"].build())
     crossing = {place.before: {value.origin for value in place.crossing} for place in report.boundaries}
     assert crossing["decoder.block.0"] == {
-        "encoder.dropout (call 2)",
+        "encoder.final_layer_norm",
         "decoder.block.0",
         "decoder.block.0 output 1",
         "decoder.block.0 output 2",
