@@ -27,7 +27,6 @@ from penstock.generation import groups
 from penstock.generation.choosing import Choosing, RowsOfBatch
 from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
-from penstock.modeling.graph.forwards import entries_of_generation, named_arguments
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.instrumentation import OnAnotherStage
 from penstock.modeling.placeholders.caches import past_length
@@ -70,7 +69,7 @@ def generate(
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
     with decoding.session(), _calls_mean(model.pipeline, decoding.forward):
-        arguments = named_arguments(inspect.signature(original), args, kwargs)
+        arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
         _refuse(arguments, model)
@@ -228,7 +227,7 @@ def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator
             own[name] = functools.wraps(getattr(owner, name))(function)
             restoring.callback(put_back)
 
-        for owner, name in entries_of_generation(model):
+        for owner, name in _entries_of_generation(model):
             replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
         replace(model, "_get_logits_processor", choosing.processors(model._get_logits_processor))
         replace(model, "_get_stopping_criteria", choosing.criteria(model._get_stopping_criteria))
@@ -237,13 +236,34 @@ def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator
         yield
 
 
+def _entries_of_generation(model: Any) -> list[tuple[nn.Module, str]]:
+    """The modules and their methods that generate() calls besides the model's forward, and that run units."""
+    entries = []
+    if getattr(model.config, "is_encoder_decoder", False):
+        entries.append((model.get_encoder(), "forward"))
+    # What it calls for images and videos before the first forward: it goes round the forward of the model.
+    for name in ("get_image_features", "get_video_features"):
+        if hasattr(model.base_model, name):
+            entries.append((model.base_model, name))
+    return entries
+
+
+def _named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those too that the function takes together, as `**generate_kwargs` say."""
+    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
+
+
 def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if decoding.inside:
             return original(*args, **kwargs)
-        return decoding.forward(named_arguments(signature, args, kwargs), call=original)
+        return decoding.forward(_named_arguments(signature, args, kwargs), call=original)
 
     return forward
 

@@ -47,27 +47,6 @@ class TracedForward:
         return [call.unit for call in self.trace.calls]
 
 
-def entries_of_generation(model: Any) -> list[tuple[nn.Module, str]]:
-    """The modules and their methods that generate() calls besides the model's forward, and that run units."""
-    entries = []
-    if getattr(model.config, "is_encoder_decoder", False):
-        entries.append((model.get_encoder(), "forward"))
-    # What it calls for images and videos before the first forward: it goes round the forward of the model.
-    for name in ("get_image_features", "get_video_features"):
-        if hasattr(model.base_model, name):
-            entries.append((model.base_model, name))
-    return entries
-
-
-def named_arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those too that the function takes together, as `**generate_kwargs` say."""
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(name, {}))
-    return arguments
-
-
 class Forwards:
     """Trace a model's forwards, once for each kind of inputs. Its units are intercepted from `install` on.
 
