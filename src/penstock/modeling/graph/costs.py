@@ -89,7 +89,7 @@ def _counted(
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
         costs[last.unit] += LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
-    return {name: cost + 2 * tokens * active * functions.assumed_parameters(name) for name, cost in costs.items()}
+    return {name: cost + 2 * tokens * active * functions.assumed[name] for name, cost in costs.items()}
 
 
 def _active_share(config: Any) -> float:

@@ -87,7 +87,7 @@ class Forwards:
     def convert(self) -> None:
         """Forget what was followed before units were given another type."""
         self.interceptor.converted = False
-        self.functions.renew()
+        self.functions = ShapeFunctions(self.units)
         self._known.clear()
 
     def of_kind(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -105,6 +105,7 @@ class ShapeFunctions:
     Attributes:
         meter: makes what each run of a copy is counted by, in its attribute `cost`; None counts nothing.
         hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
+        assumed: elements of the parameters in those parts of a unit that its last run took for shape-preserving.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
@@ -114,18 +115,12 @@ class ShapeFunctions:
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
         self.hidden: dict[str, Exception] = {}
-        self._assumed: dict[str, int] = {}
+        self.assumed: Counter[str] = Counter()
         # Units whose shapes depend on values of their arguments.
         self._asking: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.meter: Callable[[], Any] | None = None
-
-    def renew(self) -> None:
-        """Copy the modules again after they were converted to another type."""
-        self._copies = {name: _copy_of(module) for name, module in self.units.items()}
-        self._kinds.clear()
-        self._remembered.clear()
 
     def sync(self) -> None:
         """Follow changes of the modules since the copies were made; called before planning."""
@@ -133,10 +128,6 @@ class ShapeFunctions:
             if sum(1 for _ in module.modules()) != sum(1 for _ in self._copies[name].modules()):
                 self._copies[name] = _copy_of(module)  # adapters were put in
         self._remembered.clear()
-
-    def assumed_parameters(self, name: str) -> int:
-        """Elements of the parameters in those parts of a unit that were taken for shape-preserving in its last run."""
-        return self._assumed.get(name, 0)
 
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
@@ -180,7 +171,7 @@ class ShapeFunctions:
         return self._kinds[copied]
 
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
-        self._assumed[name] = 0
+        self.assumed[name] = 0
         failures: dict[tuple[int, ...], Exception] = {}
         # First as it went before; without the values there is less that a shape is remembered by.
         for values in dict.fromkeys([known, ()] if name in self._asking else [(), known]):
@@ -224,7 +215,7 @@ class ShapeFunctions:
             except Exception as failure:
                 error = failure
             else:
-                self._assumed[name] = sum(each.numel() for each in {p for module in kept for p in module.parameters()})
+                self.assumed[name] = sum(each.numel() for each in {p for module in kept for p in module.parameters()})
                 return found
         reason = f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
         raise NotImplementedError(reason) from error

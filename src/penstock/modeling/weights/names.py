@@ -49,35 +49,28 @@ def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
 def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:
     """Names of the unsplit model's parameters, those that are one and the same parameter together. Identity decides;
     where a name belongs to a ghost, transformers' own list of ties, as the parameter is not there."""
-    names = all_parameter_names(model)
-    parent = {name: name for name in names}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            name = parent[name]
-        return name
-
-    first_of: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parent[root(name)] = root(first_of.setdefault(id(parameter), name))
-    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if any(is_ghost(module) for module in model.modules()):
-        for target, source in ties_of(model).items():
-            if target in parent and source in parent and not (target in present and source in present):
-                parent[root(target)] = root(source)
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(root(name), []).append(name)
-    return [tuple(group) for group in groups.values()]
+    here = dict(model.named_parameters(remove_duplicate=False))
+    keys = {name: id(here[name]) if name in here else name for name in all_parameter_names(model)}
+    has_ghosts = any(is_ghost(module) for module in model.modules())
+    for target, source in ties_of(model).items() if has_ghosts else ():
+        if target in keys and source in keys and not (target in here and source in here):
+            merged, into = keys[target], keys[source]
+            keys = {name: into if key == merged else key for name, key in keys.items()}
+    return _grouped(keys)
 
 
 def alias_groups_by_identity(model: nn.Module) -> list[tuple[str, ...]]:
     """`alias_groups` of a model that was split here: what its ghosts lack are the parameters themselves."""
     held: dict[str, nn.Parameter] = dict(absent_parameters(model))
     held.update(model.named_parameters(remove_duplicate=False))
-    groups: dict[int, list[str]] = {}
-    for name in all_parameter_names(model):
-        groups.setdefault(id(held[name]), []).append(name)
+    return _grouped({name: id(held[name]) for name in all_parameter_names(model)})
+
+
+def _grouped(keys: Mapping[str, int | str]) -> list[tuple[str, ...]]:
+    """Names by their keys, in order."""
+    groups: dict[int | str, list[str]] = {}
+    for name, key in keys.items():
+        groups.setdefault(key, []).append(name)
     return [tuple(group) for group in groups.values()]
 
 
