@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -162,12 +163,8 @@ class HeterogeneousDataLoader(DataLoader[Any]):
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         """What workers yield from `start` on."""
-        shares, here = self._shares, (self._shares.epoch, self._shares.start)
-        shares.epoch, shares.start = epoch, start
-        try:
+        with mock.patch.multiple(self._shares, epoch=epoch, start=start):
             return super().__iter__()  # it asks for the shares now
-        finally:
-            shares.epoch, shares.start = here
 
     def _at_the_end(self) -> bool:
         """Whether the epoch's last batch was taken, while nobody asked yet whether there is another one."""

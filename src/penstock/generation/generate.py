@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def generate(
     decoding = decoding_of(model.pipeline)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with decoding.session(), _calls_mean(model.pipeline, decoding.forward):
+    with decoding.session(), mock.patch.object(model.pipeline, "forward", decoding.forward):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
@@ -221,11 +222,9 @@ def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator
     with ExitStack() as restoring:
 
         def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-            # Past nn.Module.__setattr__, and with the wrapped function's signature, which generate() inspects.
-            own = vars(owner)
-            put_back = partial(own.__setitem__, name, own[name]) if name in own else partial(own.__delitem__, name)
-            own[name] = functools.wraps(getattr(owner, name))(function)
-            restoring.callback(put_back)
+            # With the wrapped function's signature, which generate() inspects.
+            wrapped = functools.wraps(getattr(owner, name))(function)
+            restoring.enter_context(mock.patch.object(owner, name, wrapped))
 
         for owner, name in _entries_of_generation(model):
             replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
@@ -266,13 +265,3 @@ def _over_all_stages(decoding: Decoding, original: Callable[..., Any]) -> Callab
         return decoding.forward(_named_arguments(signature, args, kwargs), call=original)
 
     return forward
-
-
-@contextmanager
-def _calls_mean(engine: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of the model is `forward`."""
-    engine.forward = forward
-    try:
-        yield
-    finally:
-        engine.forward = None

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -75,11 +76,8 @@ def _counted(
     model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]
 ) -> dict[str, float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
-    functions.meter = _Meter
-    try:
+    with mock.patch.object(functions, "meter", _Meter):
         found = trace_units(model, functions, arguments)
-    finally:
-        functions.meter = None
     costs = dict.fromkeys(functions.units, 0.0)
     for call in found.calls:
         costs[call.unit] += call.output.cost

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -247,7 +248,8 @@ class ShapeFunctions:
             torch.inference_mode(False),
             torch.no_grad(),
             torch.device("meta"),
-            _unchecked_distributions(),
+            # Arguments of distributions have no values. torch.compile turns these checks off for the whole process.
+            mock.patch.object(Distribution, "_validate_args", False),
             side_outputs_aside() as lists,
         ):
             if lists:  # transformers installs its hooks when something is collected for the first time
@@ -358,18 +360,6 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
     finally:
         for module in modules:
             vars(module).pop("forward", None)
-
-
-@contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Let torch.distributions not look at the values of their arguments, which meta tensors do not have. Whether they
-    do is a setting of the process that torch.compile changes, and shapes must not depend on it."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -192,13 +193,11 @@ def drawing_for_meta(keeper: Any = None) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for name, original in list(functions.items()):
             wrapped = _draw_into(scratch, keeper, original, random=name not in _DETERMINISTIC)
-            undo.callback(functions.__setitem__, name, original)
-            functions[name] = wrapped
+            undo.enter_context(mock.patch.dict(functions, {name: wrapped}))
             for module in modules:
                 # A layer file may hold its own reference, from `from torch.nn.init import ...`.
                 if getattr(module, name, None) is original:
-                    undo.callback(setattr, module, name, original)
-                    setattr(module, name, wrapped)
+                    undo.enter_context(mock.patch.object(module, name, wrapped))
         with _DrawForMeta(scratch, keeper):
             yield
 
@@ -255,8 +254,5 @@ def numbering_parameters(
             parameter = known
         original(module, name, parameter)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]  # restored below
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", register_parameter):
         yield numbering
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
