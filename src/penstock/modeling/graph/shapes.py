@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -353,13 +353,11 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
 
         return forward
 
-    try:
+    with ExitStack() as undo:
         for module in modules:
             module.forward = keeping(module, module.forward)
+            undo.callback(vars(module).pop, "forward", None)
         yield kept
-    finally:
-        for module in modules:
-            vars(module).pop("forward", None)
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -147,17 +148,15 @@ def trace_units(
         inner_calls: takes up, for each unit, the names of the modules inside it that the model's code calls directly.
         head: the unit whose logits only a loss over chunks of tokens may use.
     """
-    interceptor, hooks = Interceptor(), []
-    for name, calls in (inner_calls or {}).items():
-        for inner, child in functions.units[name].named_modules(prefix=name):
-            if inner != name:
-                hooks.append(child.register_forward_pre_hook(lambda *_, calls=calls, inner=inner: calls.add(inner)))
-    try:
-        with interceptor.installed(functions.units):
-            return trace(model, functions, interceptor, inputs, head=head)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    interceptor = Interceptor()
+    with ExitStack() as undo:
+        for name, calls in (inner_calls or {}).items():
+            for inner, child in functions.units[name].named_modules(prefix=name):
+                if inner != name:
+                    note = lambda *_, calls=calls, inner=inner: calls.add(inner)  # noqa: E731
+                    undo.enter_context(child.register_forward_pre_hook(note))
+        undo.enter_context(interceptor.installed(functions.units))
+        return trace(model, functions, interceptor, inputs, head=head)
 
 
 class _Candidates:

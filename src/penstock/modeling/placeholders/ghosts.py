@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -176,23 +176,19 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
 def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
     """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors: for code that asks for
     names and shapes only, as `state_dict()`. Or the parameters themselves, maybe without storage."""
-    shown: list[tuple[dict[str, Any], str]] = []
-    for child in model.modules():
-        for name, absent in absent_of(child).items():
-            tensor, registry = absent.tensor, cast(dict[str, Any], child._parameters)
-            if absent.kind == "temporary" or tensor is None or name in registry or name in child._buffers:
-                continue
-            if absent.kind == "parameter":
-                registry[name] = tensor if themselves else nn.Parameter(vars(child)[name], False)
-            else:
-                registry = child._buffers
-                registry[name] = vars(child)[name]
-            shown.append((registry, name))
-    try:
+    with ExitStack() as undo:
+        for child in model.modules():
+            for name, absent in absent_of(child).items():
+                tensor, registry = absent.tensor, cast(dict[str, Any], child._parameters)
+                if absent.kind == "temporary" or tensor is None or name in registry or name in child._buffers:
+                    continue
+                if absent.kind == "parameter":
+                    registry[name] = tensor if themselves else nn.Parameter(vars(child)[name], False)
+                else:
+                    registry = child._buffers
+                    registry[name] = vars(child)[name]
+                undo.callback(registry.pop, name)
         yield
-    finally:
-        for registry, name in shown:
-            del registry[name]
 
 
 def all_parameter_names(model: nn.Module) -> list[str]:
