@@ -79,15 +79,15 @@ def _counted(
     with mock.patch.object(functions, "meter", _Meter):
         found = trace_units(model, functions, arguments)
     costs = dict.fromkeys(functions.units, 0.0)
-    for call in found.calls:
-        costs[call.unit] += call.output.cost
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(getattr(model, "config", None))
+    for call in found.calls:
+        costs[call.unit] += call.output.cost + 2 * tokens * active * call.output.kept
     last = found.calls[-1]
     logits = found.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
         costs[last.unit] += LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
-    return {name: cost + 2 * tokens * active * functions.assumed[name] for name, cost in costs.items()}
+    return costs
 
 
 def _active_share(config: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -58,6 +58,7 @@ class OutputShape:
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
     stored: tuple[Stored, ...] = ()  # entries that the call makes in mappings among its arguments
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
+    kept: int = field(default=0, compare=False)  # elements of the parameters of what was taken for shape-preserving
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
@@ -106,7 +107,6 @@ class ShapeFunctions:
     Attributes:
         meter: makes what each run of a copy is counted by, in its attribute `cost`; None counts nothing.
         hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
-        assumed: elements of the parameters in those parts of a unit that its last run took for shape-preserving.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
@@ -116,7 +116,6 @@ class ShapeFunctions:
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
         self.hidden: dict[str, Exception] = {}
-        self.assumed: Counter[str] = Counter()
         # Units whose shapes depend on values of their arguments.
         self._asking: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
@@ -156,7 +155,7 @@ class ShapeFunctions:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = found
-            if shared is not None and asked == _Placed.asked and not asking and name not in self.hidden:
+            if shared is not None and asked == _Placed.asked and not asking:
                 self._remembered[shared] = found
         return found
 
@@ -172,7 +171,6 @@ class ShapeFunctions:
         return self._kinds[copied]
 
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
-        self.assumed[name] = 0
         failures: dict[tuple[int, ...], Exception] = {}
         # First as it went before; without the values there is less that a shape is remembered by.
         for values in dict.fromkeys([known, ()] if name in self._asking else [(), known]):
@@ -216,8 +214,7 @@ class ShapeFunctions:
             except Exception as failure:
                 error = failure
             else:
-                self.assumed[name] = sum(each.numel() for each in {p for module in kept for p in module.parameters()})
-                return found
+                return replace(found, kept=sum(p.numel() for p in {p for module in kept for p in module.parameters()}))
         reason = f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
         raise NotImplementedError(reason) from error
 
