@@ -67,7 +67,7 @@ class Candidates:
         self._chain = Chain(job.parts, job.cluster, job.num_microbatches, job.recomputed)
         self.pipeline = cache(self._pipeline)
         self._tidied = cache(self._tidy)
-        self._partition = cache(self._find_partition)
+        self._partition = cache(partial(partition, tuple(job.seconds)))
         self.simulated = cache(self._simulate)
 
     def candidates(self) -> list[list[Split]]:
@@ -168,24 +168,18 @@ class Candidates:
         if len(mapping) > len(parts) or whole.state + min(live) * whole.kept > sum(kind.memory for kind in kinds):
             return None
         speeds = tuple(kinds[rank].speed for rank in mapping)
-        sizes: tuple[int, ...] | None = split.sizes
-        if per_rank > 1 or not fits(split.sizes):
-            sizes = self._partition(speeds, 0, None)
-        if sizes is None or not fits(sizes):
+        sizes = split.sizes
+        if per_rank > 1 or not fits(sizes):
+            sizes = self._partition(speeds).sizes
+        if not fits(sizes):
             working = max(one.working for one in self.job.held)
+            needs = tuple(one.state + max(live) * one.kept for one in self.job.held)
             limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
-            sizes = self._partition(speeds, max(live), limits)
-        return None if sizes is None else self.pipeline_of(split.classes, sizes, name)
-
-    def _find_partition(
-        self, speeds: tuple[float, ...], live: int, limits: tuple[float, ...] | None
-    ) -> tuple[int, ...] | None:
-        """Parts on each stage, within limits for parts that hold `live` microbatches; None if that cannot be."""
-        needs = None if limits is None else [one.state + live * one.kept for one in self.job.held]
-        try:
-            return partition(self.job.seconds, speeds, needs, limits).sizes
-        except ValueError:
-            return None
+            try:
+                sizes = self._partition(speeds, needs, limits).sizes
+            except ValueError:
+                return None
+        return self.pipeline_of(split.classes, sizes, name)
 
     def under_schedules(self) -> list[tuple[float, Candidate]]:
         """Every candidate under every schedule that it fits, by rising bounds of its step."""

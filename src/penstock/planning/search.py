@@ -259,12 +259,16 @@ def layouts(
     Nothing if there is none. Each pipeline gets at least one of the microbatches."""
     if not templates or microbatches < copies:
         return
-    knapsack = _Knapsack(templates, limits, copies)
-    longest = max(total for template in templates for _, total in template.times)
+    # By template and alternative: `slowest` and `total`, infinite where there are fewer.
+    times = np.full((2, len(templates), max(len(template.times) for template in templates)), np.inf)
+    for row, template in enumerate(templates):
+        times[:, row, : len(template.times)] = np.transpose(template.times)
+    slowest, total = np.maximum(times, 1e-300)
+    weights = np.array([template.counts for template in templates])
     # Device seconds that no pipeline undercuts, even without a bubble.
-    least = min(sum(template.counts) * min(slowest for slowest, _ in template.times) for template in templates)
+    least = float((weights.sum(1) * slowest.min(1)).min())
     low = microbatches * least / sum(limits) * (1 - ROUNDING)
-    high = max(template.seconds(microbatches) for template in templates) + longest
+    high = max(template.seconds(microbatches) for template in templates) + float(total[np.isfinite(total)].max())
     found: float | None = None
     while True:
         # First halve the interval; at its end ask for anything faster than what was found.
@@ -272,55 +276,36 @@ def layouts(
         if is_last and tolerance:
             return
         time = high * (1 - 1e-12) if is_last or found is None else (low + high) / 2
-        chosen = knapsack.fill(time * (1 - ROUNDING) if is_last else time, microbatches)
-        if chosen is None:
+        within = time * (1 - ROUNDING) if is_last else time
+        with np.errstate(invalid="ignore"):
+            room = np.where(total <= within * (1 + ROUNDING), (within - total) / slowest + ROUNDING + 1, 0.0).max(1)
+        worth = np.minimum(np.floor(room), microbatches).astype(int)
+        picked = _fill(worth, weights, np.array(limits), microbatches, copies)
+        if picked is None:
             if is_last or found is None:
                 return
             low = time
             continue
+        chosen = [templates[index] for index in picked]
         counts = split_microbatches([template.seconds for template in chosen], microbatches)
         found = max(template.seconds(count) for template, count in zip(chosen, counts, strict=True))
         high = min(found, high)
         yield found, [template.split_for(count) for template, count in zip(chosen, counts, strict=True)]
 
 
-class _Knapsack:
-    """Pipelines that finish as many microbatches as possible in a given time."""
-
-    def __init__(self, templates: Sequence[Template], limits: Counts, copies: int) -> None:
-        self.templates = templates
-        self.limits = limits
-        self.copies = copies
-        width = max(len(template.times) for template in templates)
-        self.slowest, self.total = np.full((2, len(templates), width), np.inf)
-        for row, template in enumerate(templates):
-            for column, (slowest, total) in enumerate(template.times):
-                self.slowest[row, column], self.total[row, column] = max(slowest, 1e-300), total
-        self.weights = np.array([template.counts for template in templates])
-
-    def fill(self, time: float, microbatches: int) -> list[Template] | None:
-        """Pipelines with room for all microbatches within `time`; None if there are none."""
-        with np.errstate(invalid="ignore"):
-            room = np.where(
-                self.total <= time * (1 + ROUNDING), (time - self.total) / self.slowest + ROUNDING + 1, 0.0
-            ).max(1)
-        worth = np.minimum(np.floor(room), microbatches).astype(int)
-        able = np.nonzero(worth > 0)[0]
-        if not len(able):
-            return None
-        exact = math.prod(limit + 1 for limit in self.limits) * (self.copies + 1) <= MOST_STATES
-        problem = worth[able], self.weights[able], np.array(self.limits), microbatches, self.copies
-        picked = _exactly(*problem) if exact else _rounded(*problem)
-        if picked is None:
-            return None
-        chosen = [int(able[index]) for index in picked]
-        # Pipelines without a microbatch are none.
-        for index in sorted(chosen, key=lambda index: worth[index]):
-            if len(chosen) > microbatches and worth[chosen].sum() - worth[index] >= microbatches:
-                chosen.remove(index)
-        if worth[chosen].sum() < microbatches or not self.copies <= len(chosen) <= microbatches:
-            return None
-        return [self.templates[index] for index in chosen]
+def _fill(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
+    """A knapsack: templates that are worth so many microbatches together; None if there are none."""
+    able = np.nonzero(worth > 0)[0]
+    solve = _exactly if math.prod(map(int, limits + 1)) * (copies + 1) <= MOST_STATES else _rounded
+    picked = solve(worth[able], weights[able], limits, enough, copies) if len(able) else None
+    if picked is None:
+        return None
+    chosen = [int(able[index]) for index in picked]
+    # Pipelines without a microbatch are none.
+    for index in sorted(chosen, key=lambda index: worth[index]):
+        if len(chosen) > enough and worth[chosen].sum() - worth[index] >= enough:
+            chosen.remove(index)
+    return chosen if worth[chosen].sum() >= enough and copies <= len(chosen) <= enough else None
 
 
 def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
