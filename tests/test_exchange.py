@@ -23,8 +23,9 @@ import penstock
 from audit import unpickling
 from families import FAMILIES, batch
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
+from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.gloo import wait_for_all
+from penstock.runtime.comm.plain import from_plain, to_plain
 from pool import Pool
 from training import parallelize, run_step
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from families import FAMILIES, batch
+from penstock.runtime.evaluation import evaluate
 from pool import Pool
 from training import kept_in_double, parallelize, rows, run_step
 
@@ -87,7 +88,7 @@ def train_with_evaluations(evaluating: int | None) -> list[float]:
             inputs = rows(batch("causal", 2 * MICROBATCHES, seed=number), model.data_parallel_rank, 2)
             if model.data_parallel_rank == evaluating:
                 model.eval()
-                model.pipeline.evaluate(inputs)
+                evaluate(model.pipeline, inputs)
                 model.train()
             model.zero_grad()
             run_step(model, inputs)

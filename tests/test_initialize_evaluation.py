@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
 from families import FAMILIES, batch
-from penstock.modeling.stage.outputs import merge_outputs, shapes_of
+from penstock.modeling.stage.named_output import shapes_of
+from penstock.modeling.stage.outputs import merge_outputs
+from penstock.runtime import evaluation
 from pool import Pool
 from training import EXACT, Batch, cut, kept_in_double, parallelize, rows, run_step, tokens_in_loss, weigh
 
@@ -202,7 +204,7 @@ def evaluate_with_gradients_enabled() -> tuple[float, float]:
     model = parallelize(FAMILIES["gpt2"].build(), 2)
     inputs = batch("causal", 4)
     trained = sum(run_step(model, inputs))
-    return trained, float(model.pipeline.evaluate(inputs).loss)
+    return trained, float(evaluation.evaluate(model.pipeline, inputs).loss)
 
 
 def test_the_pipelines_own_evaluation_needs_no_context(pool: Pool) -> None:

@@ -24,6 +24,7 @@ from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.rooms import room
 from penstock.runtime.engine import Engine
+from penstock.runtime.evaluation import evaluate_together, shapes_of_one_more
 
 if TYPE_CHECKING:
     from penstock.elastic.run import Change, ElasticRun
@@ -180,7 +181,7 @@ class Booster:
         criterion = record_of(pipeline.split.model).criterion if criterion is None else criterion
         outputs: Any = None
         if not torch.is_grad_enabled():
-            loss, outputs = pipeline.evaluate_together(batch, criterion, share_outputs=return_outputs)
+            loss, outputs = evaluate_together(pipeline, batch, criterion, share_outputs=return_outputs)
         else:
             kept = []
             for output in pipeline.train(self._inputs(batch), criterion):
@@ -189,7 +190,7 @@ class Booster:
                     kept.append(without_graph(output))
             if kept:
                 parts, sizes = pipeline.microbatches(batch)
-                outputs = merge_outputs(kept, sizes, grown=lambda: pipeline.shapes_of_one_more(parts[0], sizes[0]))
+                outputs = merge_outputs(kept, sizes, grown=lambda: shapes_of_one_more(pipeline, parts[0], sizes[0]))
             loss = pipeline.last_step.global_loss
         if isinstance(outputs, NamedOutput):
             outputs = outputs.original()

@@ -116,7 +116,7 @@ class PipelineModel(_Module):
             return self.pipeline.train(inputs, criterion)
         if inputs.get("use_cache") is True or any(isinstance(value, Cache) for value in inputs.values()):
             return room("evaluate_with_cache")(self, inputs, criterion)
-        output = self.pipeline.evaluate(inputs, criterion)
+        output = room("evaluate")(self.pipeline, inputs, criterion)
         # With a criterion, the fields of what has no place for a loss; otherwise what the model returns.
         return output.original() if criterion is None and isinstance(output, NamedOutput) else output
 

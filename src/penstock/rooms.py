@@ -14,6 +14,7 @@ _ROOMS = {
     "schedule_maker": "penstock.layout.schedules",
     "announce": "penstock.layout.announce",
     "unit_costs": "penstock.modeling.graph.costs",
+    "evaluate": "penstock.runtime.evaluation",
     "own_or_named": "penstock.schedule.text",
     "summary": "penstock.schedule.text",
     "written_schedule": "penstock.schedule.text",

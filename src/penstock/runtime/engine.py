@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.data.batch import PerMicrobatch, microbatches_of, place, with_one_sample_more
+from penstock.data.batch import PerMicrobatch, microbatches_of, place
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import BatchDims, refuse_unknown_names
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.named_output import Form
-from penstock.modeling.stage.outputs import Shapes
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.rollcall import Call
@@ -39,7 +37,6 @@ from penstock.runtime.comm.settings import (
     states_of_stages,
 )
 from penstock.runtime.context import RankContext
-from penstock.runtime.evaluation import evaluate, share_output
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.precision import autocast
@@ -142,13 +139,13 @@ class Engine:
         self.given: dict[str, torch.Tensor] = {}
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
-        self._media = MediaTokens.of(getattr(split.model, "config", None))
+        self.media = MediaTokens.of(getattr(split.model, "config", None))
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
     def take_up(self, parts: Parts) -> None:
         """Work with the parts of a new formation from now on."""
-        self._parts = parts
+        self.parts = parts
         assert dist.group.WORLD is not None
         # Weakly: a group closes only when nothing refers to it.
         self._world = weakref.ref(dist.group.WORLD)
@@ -168,7 +165,7 @@ class Engine:
     @property
     def channels(self) -> P2PChannels:
         """Between the stages of this rank and their neighbours."""
-        return self._parts.boundaries.channels
+        return self.parts.boundaries.channels
 
     @contextlib.contextmanager
     def renewing(self) -> Iterator[None]:
@@ -177,14 +174,14 @@ class Engine:
         stages changes inside is changed on all of them."""
         with self.together(Call.RENEW):
             try:
-                with self._parts.renewing():
+                with self.parts.renewing():
                     yield
             finally:
                 self._note_known()
 
     def dissolve(self) -> None:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights."""
-        self._parts.give_up()
+        self.parts.give_up()
         if self.had is None:
             self.elsewhere = self.owned_elsewhere() - self.given.keys()
 
@@ -204,7 +201,7 @@ class Engine:
         last = "" if self.report is None else f", the last {self.report}"
         return (
             f"<pipeline {self.place.pipeline} of {count}, {here.num_stages} stages, schedule "
-            f"{self._parts.schedule(1).name}; on rank {self.rank} ({self.device}): {held}; "
+            f"{self.parts.schedule(1).name}; on rank {self.rank} ({self.device}): {held}; "
             f"{self.step_number} training steps{last}>"
         )
 
@@ -221,17 +218,17 @@ class Engine:
 
     @property
     def context(self) -> RankContext:
-        return self._parts.context
+        return self.parts.context
 
     @property
     def held(self) -> Sequence[HeldParameter]:
         """The parameters this rank holds, with the other ranks that do."""
-        return self._parts.held
+        return self.parts.held
 
     @property
     def summed(self) -> list[list[nn.Parameter]]:
         """Of these the last step has summed gradients with other ranks, in an order all ranks share."""
-        return [bucket.parameters for bucket in self._parts.gradients.reducer.buckets]
+        return [bucket.parameters for bucket in self.parts.gradients.reducer.buckets]
 
     @property
     def layout(self) -> Layout:
@@ -241,7 +238,7 @@ class Engine:
     @property
     def make_schedule(self) -> ScheduleMaker:
         """Gives this rank's pipeline's schedule for a number of microbatches."""
-        return self._parts.make_schedule
+        return self.parts.make_schedule
 
     @property
     def rank(self) -> int:
@@ -273,7 +270,7 @@ class Engine:
     @property
     def weight_gradients(self) -> WeightGradientQueues:
         """Where a module of your own may leave the weight gradients of its backward for their W action."""
-        return self._parts.gradients.queues
+        return self.parts.gradients.queues
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +281,7 @@ class Engine:
         """
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
         self.refuse_if_over()
-        self._parts.open_step.refuse("another training step")
+        self.parts.open_step.refuse("another training step")
         return self.train_microbatches(
             *self.microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
         )
@@ -305,28 +302,28 @@ class Engine:
         """
         if first_microbatch is None:
             first_microbatch = self.place.pipeline * len(microbatches)
-        inputs = self._prepare(microbatches, sizes, first_microbatch, criterion, training=True)
+        inputs = self.prepare(microbatches, sizes, first_microbatch, criterion, training=True)
         refuse_without_loss(self.split.model, inputs)
         if self.context.holds_output:
             warn_of_inexact_loss(self.split.model, inputs)
-        schedule = self._parts.schedule(len(microbatches))
+        schedule = self.parts.schedule(len(microbatches))
         if microbatches:
             check_trains(schedule)
         with autocast(self.device, self.autocast):
             step = TrainingStep(
                 self.context,
                 self.split,
-                self._parts.boundaries,
-                self._parts.gradients,
-                self._parts.totals,
-                self._parts.program(len(microbatches)),
+                self.parts.boundaries,
+                self.parts.gradients,
+                self.parts.totals,
+                self.parts.program(len(microbatches)),
                 inputs,
                 reduce_gradients=self.synchronises,
                 loss_scale=self.loss_scale,
                 own_means=self.own_means,
             )
-            settings = self._parts.settings(digest, inputs, self.loss_scale, self.synchronises)
-        return TrainingLoop(step, partial(self._run, step, settings), self._parts.open_step)
+            settings = self.parts.settings(digest, inputs, self.loss_scale, self.synchronises)
+        return TrainingLoop(step, partial(self._run, step, settings), self.parts.open_step)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number, steps = self.step_number, self.trace_steps
@@ -334,11 +331,11 @@ class Engine:
         recorder = None
         if self.trace and self.make_recorder is not None and (steps is None or steps[0] <= number <= steps[1]):
             recorder = self.of_formation(self.make_recorder)
-        roll_call = self._parts.roll_call.begin(Call.TRAIN, settings, shared=self._parts.shared(settings))
+        roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
-            said = self._parts.compare(roll_call.wait())
-            self._parts.updates.begin_step()
+            said = self.parts.compare(roll_call.wait())
+            self.parts.updates.begin_step()
             self.step_number += 1
             return states_of_stages(said, self.context, training=True)
 
@@ -351,33 +348,16 @@ class Engine:
         finally:
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
                 self.report = step.report
-                self._parts.updates.end_step()
+                self.parts.updates.end_step()
         if step.interruption is not None:
             raise step.interruption
         warn_of_changed_buffers(self.split.model, buffers)
-
-    def evaluate(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
-        """The model's output for the whole batch, on every rank of this pipeline, without gradients."""
-        with self._evaluation(inputs, criterion, over_all_pipelines=False) as (output, form):
-            return share_output(output, self.context, form)
-
-    def evaluate_together(
-        self, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
-    ) -> tuple[float, Any]:
-        """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
-        output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
-        pipeline without any microbatch. All pipelines call this together."""
-        with self._evaluation(inputs, criterion, over_all_pipelines=True) as (output, form):
-            own = torch.zeros((), device=self.device) if output is None else output.loss.detach()
-            self._parts.totals.start(own.to(torch.float64))
-            loss, _ = self._parts.totals.finish()
-            return float(loss), share_output(output, self.context, form) if share_outputs else output
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
         """Sums of what the pipelines' last stages give, on every rank. All ranks call this together, with as many
         values; those of the other stages count for nothing."""
         with self.together(Call.SUM):
-            return self._parts.totals.sums(values)
+            return self.parts.totals.sums(values)
 
     @contextlib.contextmanager
     def together(
@@ -387,7 +367,7 @@ class Engine:
         them or on none, and no signal tears it. Gives every rank's settings.
         """
         self.refuse_if_over()
-        self._parts.open_step.refuse(str(call))
+        self.parts.open_step.refuse(str(call))
         if call in COMPUTING:
             self.split.refuse_if_moved(self.device)
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
@@ -399,9 +379,9 @@ class Engine:
             yield said
 
     def _meet(self, call: Call, settings: Settings | Sequence[int], everyone: bool) -> Mapping[int, Sequence[int]]:
-        begin = self._parts.roll_call.begin
+        begin = self.parts.roll_call.begin
         if isinstance(settings, Settings):
-            return self._parts.compare(begin(call, settings, everyone, self._parts.shared(settings)).wait())
+            return self.parts.compare(begin(call, settings, everyone, self.parts.shared(settings)).wait())
         shared = settings if call in ALIKE else ()
         answers = begin(call, settings, everyone, lambda said: (shared, False)).wait()
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
@@ -409,7 +389,7 @@ class Engine:
     @contextlib.contextmanager
     def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike."""
-        with self.together(call, [self._parts.updates.state()]) as said:
+        with self.together(call, [self.parts.updates.state()]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
             if words is not None:
                 warnings.warn(words, stacklevel=4)
@@ -418,11 +398,11 @@ class Engine:
     @property
     def gradients_pending(self) -> bool:
         """Whether no weight has changed since the last training step, so that its gradients may be in use yet."""
-        return self._parts.updates.none
+        return self.parts.updates.none
 
     def note_loaded(self) -> None:
         """The weights were given values that no step of an optimizer has made."""
-        self._parts.updates.end_step()
+        self.parts.updates.end_step()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -438,7 +418,7 @@ class Engine:
     ) -> torch.Tensor:
         """Clip the whole model's gradient norm, every logical parameter counted once; see `GradientNorm`."""
         with self._norms(Call.CLIP, norm_type, max_norm):
-            return self._parts.gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
+            return self.parts.gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
     def norm_of(self, held: Sequence[HeldParameter], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """The norm of the gradients of `held` and of what the other ranks give; every rank calls it."""
@@ -452,21 +432,21 @@ class Engine:
         mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]
         votes = sum(one.vote(self.rank, one.keepers) for one in mine) % MODULUS
         with self._norms(Call.CLIP, norm_type, votes=votes):
-            return self._parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
+            return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
     def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
         """The parameters of this rank that have these gradients; see `GradientNorm`."""
-        return self._parts.gradients.norm.owners(gradients)
+        return self.parts.gradients.norm.owners(gradients)
 
     @property
     def is_open(self) -> bool:
         here = self._world() is dist.group.WORLD is not None
-        return here and self.board.failed is None and not self._parts.closed
+        return here and self.board.failed is None and not self.parts.closed
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm (`norm_type`) of the whole model's gradients: shape (), the same on every rank to the last bit."""
         with self._norms(Call.NORM, norm_type):
-            return self._parts.gradients.norm.of_all(norm_type)
+            return self.parts.gradients.norm.of_all(norm_type)
 
     # -- of the calls -------------------------------------------------------------------------------------------------
 
@@ -475,39 +455,8 @@ class Engine:
         refuse_unknown_names(dims, [*inputs, *inspect.signature(self.split.model.forward).parameters] if dims else ())
         default = DEFAULT_MICROBATCHES_PER_RANK * self.context.pipeline.num_ranks
         if wanted is not None and at_most:
-            return microbatches_of(inputs, self._main_input_name, default=wanted, media=self._media, dims=dims)
-        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self._media, dims)
-
-    def shapes_of_one_more(self, microbatch: Mapping[str, Any], size: int) -> Shapes:
-        """The shapes of the output for a microbatch of `size` samples with one sample more."""
-        return self.split.output_shapes(with_one_sample_more(microbatch, size, self._media, self.batch_dim))
-
-    @contextlib.contextmanager
-    def _evaluation(
-        self, inputs: Mapping[str, Any], criterion: Criterion | None, over_all_pipelines: bool
-    ) -> Iterator[tuple[Any, Form | None]]:
-        """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
-        microbatches, sizes = self.microbatches(inputs, at_most=True)
-        prepared = self._prepare(microbatches, sizes, 0, criterion)
-        if over_all_pipelines:
-            refuse_without_loss(self.split.model, prepared)
-        with autocast(self.device, self.autocast):
-            settings = self._parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
-            call = Call.EVALUATE_TOGETHER if over_all_pipelines else Call.EVALUATE
-            with (
-                self.together(call, settings, over_all_pipelines) as said,
-                self.board.guard("evaluating", self.context.pipeline_ranks),
-            ):
-                output = evaluate(
-                    self.split,
-                    self._parts.boundaries,
-                    self._parts.program(len(microbatches), forwards=True),
-                    prepared,
-                    states_of_stages(said, self.context, training=False),
-                    self._parts.totals.counts if over_all_pipelines else None,
-                    lambda: self.shapes_of_one_more(prepared.microbatches[0], sizes[0]),
-                )
-                yield output, prepared.plans[0].form if prepared.plans else None
+            return microbatches_of(inputs, self._main_input_name, default=wanted, media=self.media, dims=dims)
+        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self.media, dims)
 
     @contextlib.contextmanager
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, votes: int = 0) -> Iterator[None]:
@@ -528,13 +477,13 @@ class Engine:
     def refuse_if_over(self) -> None:
         """Raise if the ranks of this engine can do nothing together any more."""
         self.board.check()
-        if self._parts.closed:
+        if self.parts.closed:
             raise RuntimeError(
                 "this model's pipeline was closed: it keeps its weights, but runs no more steps, and saves and loads "
                 "nothing together"
             )
 
-    def _prepare(
+    def prepare(
         self,
         microbatches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],

@@ -2,71 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from penstock.modeling.stage.named_output import Form, named_output, output_of
-from penstock.modeling.stage.outputs import Shapes, merge_outputs
-from penstock.modeling.stage.split import SplitModel
+from penstock.data.batch import with_one_sample_more
+from penstock.data.fingerprint import fingerprint
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.named_output import Form, Shapes, named_output, output_of
+from penstock.modeling.stage.outputs import merge_outputs
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.tensors import carried
-from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.plain import from_plain, to_plain
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.settings import states_of_stages
 from penstock.runtime.context import RankContext
-from penstock.runtime.inputs import StepInputs
+from penstock.runtime.engine import Engine
+from penstock.runtime.gradients.precision import autocast
+from penstock.runtime.inputs import StepInputs, refuse_without_loss
 from penstock.runtime.labels import numbered
-from penstock.runtime.program import Program
 
 
-def evaluate(
-    split: SplitModel,
-    boundaries: Boundaries,
-    program: Program,
-    inputs: StepInputs,
-    states: Sequence[Hashable],
-    counts: Callable[[Sequence[int]], Sequence[int]] | None = None,
-    grown: Callable[[], Shapes] | None = None,
-) -> Any:
-    """Run the forwards; return the merged output on the rank of the last stage, None elsewhere.
+def evaluate(engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
+    """The model's output for the whole batch, on every rank of this pipeline, without gradients."""
+    with _evaluation(engine, inputs, criterion, Call.EVALUATE) as (output, form):
+        return share_output(output, engine.context, form)
 
-    `counts` makes this pipeline's numbers of terms in the loss's means those of the global batch, of whose loss it then
-    gives a share. All pipelines must evaluate together then; one without any microbatch has no output."""
+
+def evaluate_together(
+    engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
+) -> tuple[float, Any]:
+    """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
+    output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
+    pipeline without any microbatch. All pipelines call this together."""
+    with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER) as (output, form):
+        own = torch.zeros((), device=engine.device) if output is None else output.loss.detach()
+        engine.parts.totals.start(own.to(torch.float64))
+        loss, _ = engine.parts.totals.finish()
+        return float(loss), share_output(output, engine.context, form) if share_outputs else output
+
+
+def shapes_of_one_more(engine: Engine, microbatch: Mapping[str, Any], size: int) -> Shapes:
+    """The shapes of the output for a microbatch of `size` samples with one sample more."""
+    return engine.split.output_shapes(with_one_sample_more(microbatch, size, engine.media, engine.batch_dim))
+
+
+@contextlib.contextmanager
+def _evaluation(
+    engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None, call: Call
+) -> Iterator[tuple[Any, Form | None]]:
+    """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
+    microbatches, sizes = engine.microbatches(inputs, at_most=True)
+    prepared = engine.prepare(microbatches, sizes, 0, criterion)
+    over_all_pipelines = call is Call.EVALUATE_TOGETHER
+    if over_all_pipelines:
+        refuse_without_loss(engine.split.model, prepared)
+    with autocast(engine.device, engine.autocast):
+        settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
+        with (
+            engine.together(call, settings, over_all_pipelines) as said,
+            engine.board.guard("evaluating", engine.context.pipeline_ranks),
+        ):
+            states = states_of_stages(said, engine.context, training=False)
+            outputs = _run_forwards(engine, prepared, states, over_all_pipelines)
+            output = None
+            if outputs:
+                rule = prepared.plans[0].loss
+                output = merge_outputs(
+                    outputs,
+                    sizes,
+                    () if rule is None else rule.fields,
+                    lambda: shapes_of_one_more(engine, prepared.microbatches[0], sizes[0]),
+                )
+            yield output, prepared.plans[0].form if prepared.plans else None
+
+
+@torch.no_grad()
+def _run_forwards(
+    engine: Engine, inputs: StepInputs, states: Sequence[Hashable], over_all_pipelines: bool
+) -> list[Any] | None:
+    """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere.
+
+    `over_all_pipelines` makes the loss this pipeline's share of the global batch's. All pipelines must evaluate
+    together then; one without any microbatch has no output."""
+    boundaries, program = engine.parts.boundaries, engine.parts.program(len(inputs.microbatches), forwards=True)
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
-    if counts is not None and is_last:
-        totals = counts(totals)
-    with torch.no_grad():
-        program.begin(boundaries, inputs, states)
-        for position, action in numbered(program.actions):
-            stage, microbatch = action.stage, action.microbatch
-            if program.posts:
-                boundaries.post(program.posts[position].before)
-            shares = inputs.shares(microbatch, totals) if stage == last else None
-            output, sent = split.forward(
-                inputs.plans[microbatch],
-                stage,
-                inputs.microbatches[microbatch],
-                boundaries.below[stage].recv_forward(microbatch),
-                seed=inputs.seed(microbatch),
-                shares=shares,
-                criterion=inputs.criterion,
-                host=inputs.hosts[microbatch],
-            )
-            if stage == last:
-                outputs[microbatch] = named_output(output)
-            else:
-                boundaries.above[stage].send_forward(microbatch, sent)
-        boundaries.channels.flush()
-        if not (is_last and outputs):
-            return None
-        rule = inputs.plans[0].loss
-        return merge_outputs(outputs, inputs.sizes, () if rule is None else rule.fields, grown)
+    if over_all_pipelines and is_last:
+        totals = engine.parts.totals.counts(totals)
+    program.begin(boundaries, inputs, states)
+    for position, action in numbered(program.actions):
+        stage, microbatch = action.stage, action.microbatch
+        if program.posts:
+            boundaries.post(program.posts[position].before)
+        output, sent = engine.split.forward(
+            inputs.plans[microbatch],
+            stage,
+            inputs.microbatches[microbatch],
+            boundaries.below[stage].recv_forward(microbatch),
+            seed=inputs.seed(microbatch),
+            shares=inputs.shares(microbatch, totals) if stage == last else None,
+            criterion=inputs.criterion,
+            host=inputs.hosts[microbatch],
+        )
+        if stage == last:
+            outputs[microbatch] = named_output(output)
+        else:
+            boundaries.above[stage].send_forward(microbatch, sent)
+    boundaries.channels.flush()
+    return outputs if is_last else None
 
 
 def share_output(output: Any, context: RankContext, form: Form | None = None) -> Any:

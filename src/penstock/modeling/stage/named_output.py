@@ -17,6 +17,9 @@ from transformers.utils import ModelOutput
 from penstock.modeling.graph.loss import loss_of, set_loss
 from penstock.nested import items_of
 
+# A shape for each tensor of an output, in the output's own nesting.
+Shapes = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Form:
@@ -105,6 +108,14 @@ def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
     for name in values.keys() - known:
         output[name] = values[name]
     return output
+
+
+def shapes_of(output: Mapping[str, Any]) -> Shapes:
+    return {
+        name: pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, value)
+        for name, value in output.items()
+        if not isinstance(value, Cache)
+    }
 
 
 def without_graph(output: Any) -> Any:

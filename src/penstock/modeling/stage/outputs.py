@@ -8,13 +8,9 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.modeling.stage.named_output import form_of, output_of
-
-# A shape for each tensor of an output, in the output's own nesting.
-Shapes = Mapping[str, Any]
+from penstock.modeling.stage.named_output import Shapes, form_of, output_of
 
 
 def merge_outputs(
@@ -65,14 +61,6 @@ def merge_outputs(
         else:
             merged[name] = _merge(values, [sizes[index] for index in having], larger, (name,))
     return output_of(kind, merged)
-
-
-def shapes_of(output: Mapping[str, Any]) -> Shapes:
-    return {
-        name: pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, value)
-        for name, value in output.items()
-        if not isinstance(value, Cache)
-    }
 
 
 def _merge(

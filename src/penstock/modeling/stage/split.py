@@ -28,8 +28,7 @@ from penstock.modeling.placeholders.ghosts import (
 from penstock.modeling.placeholders.partial_states import mark_states
 from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.stage.host_values import HostValues
-from penstock.modeling.stage.named_output import output_with_loss
-from penstock.modeling.stage.outputs import Shapes
+from penstock.modeling.stage.named_output import Shapes, output_with_loss
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.nested import map_tensors
