@@ -13,7 +13,7 @@ import penstock
 from families import FAMILIES, batch
 from own_models import OWN_MODELS
 from penstock.config import Configuration, ConfigurationError
-from penstock.layout.template import chosen_stages, split_stages
+from penstock.layout.chosen import chosen_stages, split_stages
 from pool import Pool
 from training import Step, assert_steps_equal, gradients_of, kept_in_double, parallelize, run_step, unsplit_step
 

@@ -11,7 +11,7 @@ import torch
 from families import FAMILIES
 from hetero import batch_size, make_plugin, pad, samples
 from penstock import Booster, HeterogeneousParallelPlugin
-from penstock.runtime.gradients.precision import LossScale
+from penstock.optimizer import LossScale
 from pool import Pool
 from training import gradients_of, in_turn
 

@@ -16,7 +16,6 @@ from penstock.config import SECTION, Configuration, ConfigurationError
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
-from penstock.layout.template import chosen_stages, split_stages
 from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
@@ -237,9 +236,9 @@ def plan_stages(
         return [list(run) for run in split_into(units, sizes)], stage_to_rank, num_pipelines
     try:
         if configuration.stages is not None:
-            chosen, stages = "stages", chosen_stages(units, configuration.stages)
+            chosen, stages = "stages", room("chosen_stages")(units, configuration.stages)
         else:
-            chosen, stages = "split_points", split_stages(units, configuration.split_points or ())
+            chosen, stages = "split_points", room("split_stages")(units, configuration.split_points or ())
     except ValueError as error:
         raise ConfigurationError(f"{SECTION}.{error}") from error
     if len(stages) != len(stage_to_rank):

@@ -24,7 +24,7 @@ from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
-from penstock.optimizer import PipelineOptimizer
+from penstock.optimizer import LossScale, PipelineOptimizer
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.pipeline_template import PipelineTemplate
 from penstock.rooms import owners_of, room, sharding_of
@@ -35,7 +35,6 @@ from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.formation import parallelize
-from penstock.runtime.gradients.precision import LossScale
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.generators import AUTO
 
@@ -68,7 +67,7 @@ class HeterogeneousParallelPlugin:
             .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on each rank, so that a template of four
             stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
-            scale, see `penstock.runtime.gradients.precision.LossScale`.
+            scale, see `penstock.optimizer.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
         timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
         elastic: training survives the loss of processes and takes in new ones; see docs/elastic.md. Do not call

@@ -11,6 +11,8 @@ _ROOMS = {
     "HeterogeneousDataLoader": "penstock.data.loader",
     "ReplicaDataLoader": "penstock.data.loader",
     "check_schedule": "penstock.layout.schedules",
+    "chosen_stages": "penstock.layout.chosen",
+    "split_stages": "penstock.layout.chosen",
     "schedule_maker": "penstock.layout.schedules",
     "announce": "penstock.layout.announce",
     "unit_costs": "penstock.modeling.graph.costs",

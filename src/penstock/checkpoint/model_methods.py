@@ -46,10 +46,9 @@ from penstock.checkpoint.training_state import (
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 from penstock.modeling.weights.whole import shards_of
-from penstock.optimizer import PipelineOptimizer
+from penstock.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.runtime.gradients.precision import LossScale
 
 Select = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 Write = Callable[[str, Mapping[str, torch.Tensor]], None]

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.modeling.weights.whole import tensor_parallel_place
-from penstock.random_state import capture_random_state, check_random_state, restore_random_state
 
 from .files import flush_file, load_data, plain_content, write_bytes, writing
 from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
@@ -33,6 +32,7 @@ from .optimizer_state import (
     written_elsewhere,
 )
 from .plan import CheckpointRanks, TrainingReport
+from .random_states import capture_random_state, check_random_state, restore_random_state
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of
 from .untrusted import CheckpointError, Count, Place, damaged, describe, open_plain, refused_global, typed

@@ -1,8 +1,7 @@
-"""The shape of a pipeline: which modules of a model each of its stages holds, as a template or as a user chose them."""
+"""The shape of a pipeline: which modules of a model each of its stages holds."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -69,7 +68,7 @@ class StageTemplate:
                 if times > 1
             ],
         }
-        if said := [f"{kind}: {_shown(names)}" for kind, names in faults.items() if names]:
+        if said := [f"{kind}: {shown(names)}" for kind, names in faults.items() if names]:
             raise ValueError(f"{mismatch}: {'; '.join(said)}.")
         first, last = end_modules(modules)
         for required, which, stage in ((first, "first", 0), (last, "last", self.num_stages - 1)):
@@ -86,7 +85,7 @@ class StageTemplate:
             if position[later] < position[earlier]
         ]
         if reordered:
-            raise ValueError(f"{mismatch}: reordered: {_shown(reordered)}.")
+            raise ValueError(f"{mismatch}: reordered: {shown(reordered)}.")
 
     def _stages_of(self, module: str) -> list[int]:
         return [index for index, stage in enumerate(self.modules_per_stage) for name in stage if name == module]
@@ -101,55 +100,6 @@ def end_modules(modules: Sequence[str]) -> tuple[list[str], list[str]]:
     if not blocks:
         return [], []
     return list(modules[: blocks[0]]), list(modules[blocks[-1] + 1 :])
-
-
-def chosen_stages(units: Sequence[str], stages: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The units of each stage, from the modules of each. A module that holds several units stands for all of them.
-    `stages`: for each stage the names of its modules, in forward order."""
-    placed: list[list[str]] = []
-    for index, names in enumerate(stages):
-        placed.append([unit for name in names for unit in _units_of(name, units, f"stages[{index}]")])
-    every = [unit for stage in placed for unit in stage]
-    if missing := [unit for unit in units if unit not in every]:
-        raise ValueError(f"stages must place every unit of the model, but leave out {_shown(missing)}")
-    if twice := [unit for unit in units if every.count(unit) > 1]:
-        raise ValueError(f"stages must place each unit once, but place {_shown(twice)} several times")
-    wrong = next((place for place, unit in enumerate(units) if every[place] != unit), None)
-    if wrong is not None:
-        raise ValueError(
-            f"stages must be in the order of the forward, but {every[wrong]} stands where {units[wrong]} is due; the "
-            f"order is {_shown(units)}"
-        )
-    return placed
-
-
-def split_stages(units: Sequence[str], split_points: Sequence[str]) -> list[list[str]]:
-    """The units of each stage, from the modules with which the second, the third, ... stage begins."""
-    starts = [0]
-    for name in split_points:
-        start = units.index(_units_of(name, units, "split_points")[0])
-        if start <= starts[-1]:
-            what = "begins the first stage anyway" if start == 0 else f"does not come after {units[starts[-1]]}"
-            raise ValueError(
-                f"split_points must be in the order of the forward, each beginning a further stage, but {name} {what}; "
-                f"the order is {_shown(units)}"
-            )
-        starts.append(start)
-    return [list(units[start:end]) for start, end in zip(starts, [*starts[1:], len(units)], strict=True)]
-
-
-def _units_of(name: str, units: Sequence[str], where: str) -> list[str]:
-    """The units that a module's name stands for."""
-    if name in units:
-        return [name]
-    if inside := [unit for unit in units if unit.startswith(f"{name}.")]:
-        return inside
-    around = next((unit for unit in units if name.startswith(f"{unit}.")), None)
-    if around is not None:
-        raise ValueError(f"{where} names {name}, which is inside the unit {around}: a unit is placed as a whole")
-    close = difflib.get_close_matches(name, units, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"{where} names {name!r}, which is no unit of the model{hint} Its units are {_shown(units)}")
 
 
 def _checked_stages(modules_per_stage: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -176,6 +126,7 @@ def _checked_stages(modules_per_stage: Sequence[Sequence[str]]) -> tuple[tuple[s
     return checked
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """Names in an error, not all of them if they are many."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
