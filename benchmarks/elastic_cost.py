@@ -37,7 +37,8 @@ from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.formation import parallelize, reform
+from penstock.runtime.formation import parallelize
+from penstock.runtime.reforming import reform
 from penstock.schedule import build
 
 # Of a step that is timed, and of a run that loses a process.

@@ -30,7 +30,8 @@ from penstock.layout.layout import Layout
 from penstock.modeling.graph.units import list_units
 from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
-from penstock.runtime.formation import parallelize, reform
+from penstock.runtime.formation import parallelize
+from penstock.runtime.reforming import reform
 from penstock.schedule import build
 
 CONFIG = {"n_layer": 12, "n_embd": 384, "n_head": 6, "vocab_size": 512, "n_positions": 128}

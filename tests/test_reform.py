@@ -29,7 +29,8 @@ from penstock.pipeline_model import attach
 from penstock.runtime.comm.bootstrap import form_world
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.failures import ring
-from penstock.runtime.formation import parallelize, reform
+from penstock.runtime.formation import parallelize
+from penstock.runtime.reforming import reform
 from penstock.schedule import build
 from pool import Pool
 from training import EXACT, gradients_of, kept_in_double, rows, run_step

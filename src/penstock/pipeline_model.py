@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import os
@@ -28,8 +27,6 @@ from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_s
 from penstock.rooms import room
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
-from penstock.runtime.formation import for_copy
-from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.inputs import warn_of_batch_statistics
 
 if TYPE_CHECKING:
@@ -68,7 +65,7 @@ class PipelineModel(_Module):
         base = base_of(self)
         record = record_of(base)
         if record.engine is None:
-            record.engine = for_copy(record.copied_from, base)
+            record.engine = room("for_copy")(record.copied_from, base)
         engine: Engine = record.engine
         return engine
 
@@ -271,19 +268,7 @@ class PipelineModel(_Module):
 
         No communication: it forms its own process groups when it is first used, on all ranks together.
         """
-        mine: Any = self
-        record, kind = record_of(mine), type(self)
-        own: Any = original_class(kind)
-        made: Any = own.__new__(own)
-        memo[id(self)] = made
-        state = {name: value for name, value in vars(mine).items() if name != "_compiled_call_impl"}
-        made.__setstate__(copy.deepcopy(state, memo))
-        uninstall(made)
-        made.__class__ = kind
-        copied = record_of(made)
-        copied.configuration, copied.criterion = record.configuration, record.criterion
-        copied.copied_from = record.engine or record.copied_from
-        return cast(PipelineModel, made)
+        return cast(PipelineModel, room("copy_of")(self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: the engine that runs the model cannot be written to a file."""

@@ -17,6 +17,8 @@ _ROOMS = {
     "announce": "penstock.layout.announce",
     "unit_costs": "penstock.modeling.graph.costs",
     "evaluate": "penstock.runtime.evaluation",
+    "copy_of": "penstock.runtime.reforming",
+    "for_copy": "penstock.runtime.reforming",
     "own_or_named": "penstock.schedule.text",
     "summary": "penstock.schedule.text",
     "written_schedule": "penstock.schedule.text",

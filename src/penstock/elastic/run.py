@@ -27,7 +27,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.keys import in_one_line
-from penstock.runtime.formation import reform
+from penstock.runtime.reforming import reform
 
 logger = logging.getLogger("penstock")
 

@@ -25,6 +25,7 @@ from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
 from penstock.pipeline_model import PipelineModel
+from penstock.runtime.reforming import renewing
 
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
     def _unload(self, how: str, *args: Any) -> PipelineModel:
         base, tuner = self.base, self.base_model
         tied = getattr(base.config, "tie_word_embeddings", None)
-        with self.pipeline.renewing(), _unmerged_ghosts(base), warnings.catch_warnings():
+        with renewing(self.pipeline), _unmerged_ghosts(base), warnings.catch_warnings():
             # A rank that has one side of a tie only looks to PEFT as if the weights were not tied.
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
             getattr(tuner, how)(*args)

@@ -149,10 +149,10 @@ class Engine:
         assert dist.group.WORLD is not None
         # Weakly: a group closes only when nothing refers to it.
         self._world = weakref.ref(dist.group.WORLD)
-        self._note_known()
+        self.note_known()
         self._of_formation: dict[Any, Any] = {}
 
-    def _note_known(self) -> None:
+    def note_known(self) -> None:
         self.known.update((one.name, one.parameter) for one in self.held)
 
     def of_formation(self, make: Callable[[Engine], T]) -> T:
@@ -166,18 +166,6 @@ class Engine:
     def channels(self) -> P2PChannels:
         """Between the stages of this rank and their neighbours."""
         return self.parts.boundaries.channels
-
-    @contextlib.contextmanager
-    def renewing(self) -> Iterator[None]:
-        """Around what puts other modules or parameters in the place of some, such as merging adapters into the layers.
-        All ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its
-        stages changes inside is changed on all of them."""
-        with self.together(Call.RENEW):
-            try:
-                with self.parts.renewing():
-                    yield
-            finally:
-                self._note_known()
 
     def dissolve(self) -> None:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights."""

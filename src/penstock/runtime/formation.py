@@ -1,7 +1,7 @@
-"""Ranks form the engine of a model, re-form it in another layout, and form one for a copy of the model.
+"""Ranks form the engine of a model.
 
-`parallelize` is the one function that turns a model and a layout into a running engine. All ranks of the layout make
-each of these calls together.
+`parallelize` is the one function that turns a model and a layout into a running engine. All ranks of the layout call it
+together. See `reforming` for what may come later.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from torch import nn
 
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.stage.split import SplitModel, refuse_moved
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.names import alias_groups
 from penstock.runtime import torch_calls
 from penstock.runtime.comm.devices import default_timeout, local_device
 from penstock.runtime.comm.forming import (
     adopt_random_state,
     copy_from_first_holders,
-    forming,
     job_board,
     require_layout,
     shared_progress,
@@ -80,97 +79,26 @@ def parallelize(
     device = local_device()
     (make_weights or model.to)(device)
     engine = Engine(split, device, **options)
-    _form_first(engine, layout, make_schedule, job_board() if board is None else board, values)
+    form_first(engine, layout, make_schedule, job_board() if board is None else board, values)
     return engine
 
 
-def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
-    """Take up another layout with the same model, the same parameters and the same optimizer.
-
-    The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
-    a new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are held
-    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects. Raises
-    ValueError if the layout does not fit the model or the world; nothing has changed then.
-
-    Args:
-        make_schedule: for this rank's pipeline; by default the present one, if it fits.
-        values: fills in what is held newly: from a checkpoint, or from the ranks that have them (`from_live_ranks`).
-    """
-    size, before = layout.tensor_parallel_size, engine.layout
-    if layout.world_size != dist.get_world_size():
-        raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
-    if layout.units != before.units:
-        other = ", ".join(sorted({*layout.units} ^ {*before.units})) or "the order differs"
-        raise ValueError(f"another layout must place the same units in the same order: {other}")
-    place, shard = layout.place_of(dist.get_rank()), engine.place.tensor_parallel_rank
-    if (size, place.tensor_parallel_rank) != (before.tensor_parallel_size, shard):
-        raise ValueError(
-            f"this rank has shard {shard} of {before.tensor_parallel_size} of each weight, and a layout with shard "
-            f"{place.tensor_parallel_rank} there and a tensor_parallel_size of {size} cannot be taken up: split a new "
-            "model for it"
-        )
-    engine.dissolve()
-    mine = layout.pipelines[place.pipeline]
-    saved = engine.board.resume
-    with forming(engine.timeout, engine.on_board) as board:
-        board.resume.update(saved)
-        # If the last attempt failed, what is held may have no values: those that were there before it count.
-        if engine.had is None:
-            engine.had = engine.values_here() | engine.given
-        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
-        engine.lacking |= set(engine.split.taken)
-        _form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values))
-
-
-def _fill(engine: Engine, values: Values) -> None:
-    """After a re-formation: fill in the values of everything that is held and lacks them."""
-    had = engine.had
-    assert had is not None
-    lacking = {name: tensor for name, tensor in engine.values_here().items() if name in engine.lacking}
-    with torch.no_grad():
-        for name in list(lacking):
-            if name in had:  # it was released by an attempt that failed
-                lacking.pop(name).copy_(had[name])
-    values(engine, lacking, had)
-    # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
-    engine.had, engine.lacking, engine.given = None, set(), {}
-
-
-def for_copy(engine: Engine, model: nn.Module) -> Engine:
-    """An engine of the same layout for a copy of the model. All ranks of the layout call this together."""
-    before = engine.split
-    if before.tensor_parallel is not None:
-        raise NotImplementedError(
-            "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
-            "another whole model, or save this one and load it"
-        )
-    engine.refuse_if_over()
-    refuse_moved(model, engine.device)
-    made = Engine(
-        SplitModel(model, before.stages, before.local_stages, aliases=before.aliases), engine.device,
-        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size, batch_dim=engine.batch_dim,
-        loss_chunk_tokens=before.loss_chunk_tokens, timeout=engine.timeout, patience=engine.patience,
-        with_owners=engine.with_owners,
-    )  # fmt: skip
-    _form_first(made, engine.layout, engine.make_schedule, job_board())
-    made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
-    return made
-
-
-def _form_first(
+def form_first(
     engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, values: Values | None = None
 ) -> None:
+    """Form an engine that was never formed before; all ranks start alike, or as `values` says."""
+
     def fill() -> None:
         if values is None:
             copy_from_first_holders(engine.held, engine.split.model, engine.context.groups)
         else:
             values(engine, engine.values_here(), {})
 
-    _form(engine, layout, make_schedule, board, fill)
+    form(engine, layout, make_schedule, board, fill)
     torch_calls.follow(engine)
 
 
-def _form(
+def form(
     engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
 ) -> None:
     """Meet the other ranks of `layout`, build all that depends on it, and start alike."""

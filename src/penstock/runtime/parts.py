@@ -3,13 +3,11 @@ the model, and its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import torch
 import torch.distributed as dist
 
 from penstock.layout.layout import Layout
@@ -87,10 +85,10 @@ class Parts:
         for give_up in (self.open_step.end, self.totals.clear, self._channels.clear):
             board.on_abort(give_up)
         self.roll_call = RollCall(context)
-        self._build_gradients()
+        self.build_gradients()
         board.on_abort(lambda: self.gradients.clear())  # those of that moment: they may be built anew
 
-    def _build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
+    def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
         if self._with_owners is not None:
@@ -111,50 +109,17 @@ class Parts:
         remote = [boundary for boundary, (a, b) in enumerate(pairwise(context.pipeline.stage_to_rank)) if a != b]
         self._channels.warm_up(remote, context.stages)
 
-    @contextmanager
-    def renewing(self) -> Iterator[None]:
-        """See `Engine.renewing`."""
-        context = self.context
-        tied = {one.parameter: one.ranks for one in self.held if context.layout.are_of_several_stages(one.ranks)}
-        before = {parameter: parameter.detach().clone() for parameter in tied}
-        self._remove_hooks()
-        try:
-            yield
-            with context.board.guard("sharing tied weights", context.everyone):
-                for parameter, ranks in tied.items():
-                    self._share_change(parameter, before[parameter], context.groups.reduction[ranks])
-        finally:
-            held = self.held
-            self._split.renew()
-            self.held, _ = holders_of(self._split, context.layout)
-            self._build_gradients(held)
-
-    def _share_change(self, parameter: torch.nn.Parameter, before: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Give all holders of a parameter the change that any of them made. Pipelines change the same: one speaks."""
-        value = parameter.detach()
-        speaker = self.context.place.pipeline == 0 and not torch.equal(value, before)
-        count = torch.full((), float(speaker), device=value.device)
-        dist.all_reduce(count, group=group)
-        if count == 1:  # the value itself, to the last bit
-            told = value.clone() if speaker else torch.zeros_like(value)
-            dist.all_reduce(told, group=group)
-            value.copy_(told)
-        elif count > 1:
-            told = value - before if speaker else torch.zeros_like(value)
-            dist.all_reduce(told, group=group)
-            value.copy_(before + told)
-
     def give_up(self) -> None:
         """Give up groups, hooks and threads."""
         if self.closed:
             return
         self.closed = True
         self.context.board.retire()
-        self._remove_hooks()
+        self.remove_hooks()
         if self._split.tensor_parallel is not None:
             self._split.tensor_parallel.disconnect()
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
         self.gradients.reducer.remove_hooks()
         uninstall(self._split.model)
 

@@ -1,0 +1,151 @@
+"""What few runs do with an engine that stands: take up another layout, copy the model, put other modules into it.
+
+All ranks of the layout make each of these calls together, but for `copy_of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.layout.layout import Layout
+from penstock.modeling.instrumentation import original_class, record_of
+from penstock.modeling.stage.split import SplitModel, refuse_moved
+from penstock.runtime.comm.forming import forming, job_board
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.context import RankContext
+from penstock.runtime.engine import Engine
+from penstock.runtime.formation import Values, form, form_first
+from penstock.runtime.gradients.weight_gradients import uninstall
+from penstock.runtime.parts import ScheduleMaker, holders_of
+
+
+def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
+    """Take up another layout with the same model, the same parameters and the same optimizer.
+
+    The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
+    a new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are held
+    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects. Raises
+    ValueError if the layout does not fit the model or the world; nothing has changed then.
+
+    Args:
+        make_schedule: for this rank's pipeline; by default the present one, if it fits.
+        values: fills in what is held newly: from a checkpoint, or from the ranks that have them (`from_live_ranks`).
+    """
+    size, before = layout.tensor_parallel_size, engine.layout
+    if layout.world_size != dist.get_world_size():
+        raise ValueError(f"the layout is of {layout.world_size} ranks, but the world has {dist.get_world_size()}")
+    if layout.units != before.units:
+        other = ", ".join(sorted({*layout.units} ^ {*before.units})) or "the order differs"
+        raise ValueError(f"another layout must place the same units in the same order: {other}")
+    place, shard = layout.place_of(dist.get_rank()), engine.place.tensor_parallel_rank
+    if (size, place.tensor_parallel_rank) != (before.tensor_parallel_size, shard):
+        raise ValueError(
+            f"this rank has shard {shard} of {before.tensor_parallel_size} of each weight, and a layout with shard "
+            f"{place.tensor_parallel_rank} there and a tensor_parallel_size of {size} cannot be taken up: split a new "
+            "model for it"
+        )
+    engine.dissolve()
+    mine = layout.pipelines[place.pipeline]
+    saved = engine.board.resume
+    with forming(engine.timeout, engine.on_board) as board:
+        board.resume.update(saved)
+        # If the last attempt failed, what is held may have no values: those that were there before it count.
+        if engine.had is None:
+            engine.had = engine.values_here() | engine.given
+        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
+        engine.lacking |= set(engine.split.taken)
+        form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values))
+
+
+def _fill(engine: Engine, values: Values) -> None:
+    """After a re-formation: fill in the values of everything that is held and lacks them."""
+    had = engine.had
+    assert had is not None
+    lacking = {name: tensor for name, tensor in engine.values_here().items() if name in engine.lacking}
+    with torch.no_grad():
+        for name in list(lacking):
+            if name in had:  # it was released by an attempt that failed
+                lacking.pop(name).copy_(had[name])
+    values(engine, lacking, had)
+    # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
+    engine.had, engine.lacking, engine.given = None, set(), {}
+
+
+def for_copy(engine: Engine, model: nn.Module) -> Engine:
+    """An engine of the same layout for a copy of the model. All ranks of the layout call this together."""
+    before = engine.split
+    if before.tensor_parallel is not None:
+        raise NotImplementedError(
+            "a copy of a model whose weights are sharded over tensor-parallel ranks cannot be run: initialize() "
+            "another whole model, or save this one and load it"
+        )
+    engine.refuse_if_over()
+    refuse_moved(model, engine.device)
+    made = Engine(
+        SplitModel(model, before.stages, before.local_stages, aliases=before.aliases), engine.device,
+        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size, batch_dim=engine.batch_dim,
+        loss_chunk_tokens=before.loss_chunk_tokens, timeout=engine.timeout, patience=engine.patience,
+        with_owners=engine.with_owners,
+    )  # fmt: skip
+    form_first(made, engine.layout, engine.make_schedule, job_board())
+    made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
+    return made
+
+
+def copy_of(model: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a parallelised model, without communication. Its engine is made by `for_copy`."""
+    record, kind = record_of(model), type(model)
+    own: Any = original_class(kind)
+    made = own.__new__(own)
+    memo[id(model)] = made
+    state = {name: value for name, value in vars(model).items() if name != "_compiled_call_impl"}
+    made.__setstate__(copy.deepcopy(state, memo))
+    uninstall(made)
+    made.__class__ = kind
+    copied = record_of(made)
+    copied.configuration, copied.criterion = record.configuration, record.criterion
+    copied.copied_from = record.engine or record.copied_from
+    return made
+
+
+@contextlib.contextmanager
+def renewing(engine: Engine) -> Iterator[None]:
+    """Around what puts other modules or parameters in the place of some, such as merging adapters into the layers. All
+    ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its stages
+    changes inside is changed on all of them."""
+    parts, context = engine.parts, engine.context
+    tied = {one.parameter: one.ranks for one in parts.held if context.layout.are_of_several_stages(one.ranks)}
+    with engine.together(Call.RENEW):
+        before = {parameter: parameter.detach().clone() for parameter in tied}
+        parts.remove_hooks()
+        try:
+            yield
+            with context.board.guard("sharing tied weights", context.everyone):
+                for parameter, was in before.items():
+                    _share_change(parameter.detach(), was, context, context.groups.reduction[tied[parameter]])
+        finally:
+            held = parts.held
+            engine.split.renew()
+            parts.held, _ = holders_of(engine.split, context.layout)
+            parts.build_gradients(held)
+            engine.note_known()
+
+
+def _share_change(value: torch.Tensor, before: torch.Tensor, context: RankContext, group: dist.ProcessGroup) -> None:
+    """Give all holders of a parameter the change that any of them made. Pipelines change the same: one speaks."""
+    speaker = context.place.pipeline == 0 and not torch.equal(value, before)
+    count = torch.full((), float(speaker), device=value.device)
+    dist.all_reduce(count, group=group)
+    if count:
+        alone = count == 1  # then the value itself, to the last bit
+        told = (value.clone() if alone else value - before) if speaker else torch.zeros_like(value)
+        dist.all_reduce(told, group=group)
+        value.copy_(told if alone else before + told)
