@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,7 @@ from penstock.modeling.instrumentation import known_of, mix_in, original_class, 
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.modeling.weights.names import of_diffusers
-from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_state
 from penstock.rooms import room
-from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.inputs import warn_of_batch_statistics
 
@@ -332,21 +329,8 @@ class PipelinePreTrainedModel(PipelineModel):
         if not whole:
             number: int = super().num_parameters(only_trainable, exclude_embeddings)
             return number
-        pipeline = self.pipeline
-        embeddings = {f"{name}.weight" for name, child in self.named_modules() if isinstance(child, torch.nn.Embedding)}
-        left_out = embeddings if exclude_embeddings else set()
-        if only_trainable:
-            index = pipeline.place.tensor_parallel_rank
-            own = sum(
-                one.parameter.numel()
-                for one in pipeline.held
-                if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
-            )
-            with pipeline.together(Call.COUNT, [own]) as said:
-                return sum(facts[0] for facts in said.values())
-        state, packed = whole_state(self), packed_weights(self)
-        counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
-        return sum(packed.get(name) or math.prod(whole_shape(self, name, state[name])) for name in counted)
+        counted: int = room("num_parameters_of_whole")(self, only_trainable, exclude_embeddings)
+        return counted
 
 
 @torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")

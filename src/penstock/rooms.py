@@ -29,6 +29,7 @@ _ROOMS = {
     "diffusers_loading": "penstock.integrations.diffusers",
     "inputs_without_samples": "penstock.integrations.whole_inputs",
     "mark_packed": "penstock.integrations.packed_layers",
+    "num_parameters_of_whole": "penstock.integrations.num_parameters",
     "model_checkpoints": "penstock.checkpoint.model_methods",
     "is_parallelized": "penstock.checkpoint.load",
     "save_by_own_method": "penstock.checkpoint.model_methods",

@@ -253,3 +253,12 @@ def on_another_stage(name: str) -> str:
 
 def _new_module(cls: Any) -> Any:
     return cls.__new__(cls)
+
+
+def tensors_of(module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
+    """The tensors that each parameter consists of: itself, or of a packed one its bytes and its scales."""
+    found = {parameter: [parameter.detach()] for parameter in module.parameters()}
+    for each in module.modules():
+        if (packed := known_of(each).packed) is not None:
+            found |= {parameter: packed.inside(parameter) for parameter in each.parameters(False)}
+    return found

@@ -25,8 +25,7 @@ from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.graph.units import trace_units, traced_units
-from penstock.modeling.instrumentation import known_of
-from penstock.modeling.weights.whole import tensors_of
+from penstock.modeling.instrumentation import known_of, tensors_of
 from penstock.nested import map_tensors
 from penstock.planning.cluster import Link
 from penstock.planning.profile import Profile, UnitCost

@@ -30,15 +30,6 @@ def packed_weights(model: nn.Module) -> dict[str, int]:
     return {f"{name}.weight": one.num_weights for name, each in modules if (one := known_of(each).packed) is not None}
 
 
-def tensors_of(module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
-    """The tensors that each parameter consists of: itself, or of a packed one its bytes and its scales."""
-    found = {parameter: [parameter.detach()] for parameter in module.parameters()}
-    for each in module.modules():
-        if (packed := known_of(each).packed) is not None:
-            found |= {parameter: packed.inside(parameter) for parameter in each.parameters(False)}
-    return found
-
-
 def tensor_parallel_of(model: nn.Module) -> Any:
     return known_of(model).tensor_parallel
 

@@ -18,8 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.layout.layout import Layout
-from penstock.modeling.instrumentation import known_of
-from penstock.modeling.weights.whole import tensors_of
+from penstock.modeling.instrumentation import known_of, tensors_of
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
 from penstock.runtime.comm.devices import refuse_shared_devices
