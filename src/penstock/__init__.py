@@ -8,73 +8,51 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.booster import Booster
-    from penstock.checking.verify import verify
-    from penstock.checkpoint.checkpoint_manager import CheckpointManager
-    from penstock.checkpoint.training_checkpoints import Checkpoint, finish_saving, load_checkpoint, save_checkpoint
-    from penstock.checkpoint.untrusted import CheckpointError
-    from penstock.config import Configuration, ConfigurationError
-    from penstock.elastic.settings import Elastic
-    from penstock.from_pretrained import from_config, from_pretrained
-    from penstock.initialize import initialize
-    from penstock.optimizer import PipelineOptimizer
-    from penstock.pipeline_model import PipelineModel
-    from penstock.pipeline_template import PipelineTemplate
-    from penstock.plugin import HeterogeneousParallelPlugin
-    from penstock.runtime.failures.board import PipelineFailure
-    from penstock.tensor_parallel import TensorParallelPlan, register_tensor_parallel_plan
+    from penstock.booster import Booster as Booster
+    from penstock.checking.verify import verify as verify
+    from penstock.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
+    from penstock.checkpoint.training_checkpoints import Checkpoint as Checkpoint
+    from penstock.checkpoint.training_checkpoints import finish_saving as finish_saving
+    from penstock.checkpoint.training_checkpoints import load_checkpoint as load_checkpoint
+    from penstock.checkpoint.training_checkpoints import save_checkpoint as save_checkpoint
+    from penstock.checkpoint.untrusted import CheckpointError as CheckpointError
+    from penstock.config import Configuration as Configuration
+    from penstock.config import ConfigurationError as ConfigurationError
+    from penstock.elastic.settings import Elastic as Elastic
+    from penstock.from_pretrained import from_config as from_config
+    from penstock.from_pretrained import from_pretrained as from_pretrained
+    from penstock.initialize import initialize as initialize
+    from penstock.optimizer import PipelineOptimizer as PipelineOptimizer
+    from penstock.pipeline_model import PipelineModel as PipelineModel
+    from penstock.pipeline_template import PipelineTemplate as PipelineTemplate
+    from penstock.plugin import HeterogeneousParallelPlugin as HeterogeneousParallelPlugin
+    from penstock.runtime.failures.board import PipelineFailure as PipelineFailure
+    from penstock.tensor_parallel import TensorParallelPlan as TensorParallelPlan
+    from penstock.tensor_parallel import register_tensor_parallel_plan as register_tensor_parallel_plan
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Booster",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointManager",
-    "Configuration",
-    "ConfigurationError",
-    "Elastic",
-    "HeterogeneousParallelPlugin",
-    "PipelineFailure",
-    "PipelineModel",
-    "PipelineOptimizer",
-    "PipelineTemplate",
-    "TensorParallelPlan",
-    "finish_saving",
-    "from_config",
-    "from_pretrained",
-    "initialize",
-    "load_checkpoint",
-    "register_tensor_parallel_plan",
-    "save_checkpoint",
-    "verify",
-]
-
-# Public name: the module that defines it, imported at the name's first use, because `penstock.schedule` and the command
-# line shall start without torch and transformers.
-_HOMES = {
-    "Booster": "penstock.booster",
-    "Checkpoint": "penstock.checkpoint.training_checkpoints",
-    "CheckpointError": "penstock.checkpoint.untrusted",
-    "CheckpointManager": "penstock.checkpoint.checkpoint_manager",
-    "Configuration": "penstock.config",
-    "ConfigurationError": "penstock.config",
-    "Elastic": "penstock.elastic.settings",
-    "HeterogeneousParallelPlugin": "penstock.plugin",
-    "PipelineFailure": "penstock.runtime.failures.board",
-    "PipelineModel": "penstock.pipeline_model",
-    "PipelineOptimizer": "penstock.optimizer",
-    "PipelineTemplate": "penstock.pipeline_template",
-    "TensorParallelPlan": "penstock.tensor_parallel",
-    "finish_saving": "penstock.checkpoint.training_checkpoints",
-    "from_config": "penstock.from_pretrained",
-    "from_pretrained": "penstock.from_pretrained",
-    "initialize": "penstock.initialize",
-    "load_checkpoint": "penstock.checkpoint.training_checkpoints",
-    "register_tensor_parallel_plan": "penstock.tensor_parallel",
-    "save_checkpoint": "penstock.checkpoint.training_checkpoints",
-    "verify": "penstock.checking.verify",
+# The public names by the module that defines them, which is imported at a name's first use, because `penstock.schedule`
+# and the command line shall start without torch and transformers.
+_PUBLIC = {
+    "booster": ("Booster",),
+    "checking.verify": ("verify",),
+    "checkpoint.checkpoint_manager": ("CheckpointManager",),
+    "checkpoint.training_checkpoints": ("Checkpoint", "finish_saving", "load_checkpoint", "save_checkpoint"),
+    "checkpoint.untrusted": ("CheckpointError",),
+    "config": ("Configuration", "ConfigurationError"),
+    "elastic.settings": ("Elastic",),
+    "from_pretrained": ("from_config", "from_pretrained"),
+    "initialize": ("initialize",),
+    "optimizer": ("PipelineOptimizer",),
+    "pipeline_model": ("PipelineModel",),
+    "pipeline_template": ("PipelineTemplate",),
+    "plugin": ("HeterogeneousParallelPlugin",),
+    "runtime.failures.board": ("PipelineFailure",),
+    "tensor_parallel": ("TensorParallelPlan", "register_tensor_parallel_plan"),
 }
+_HOMES = {name: f"penstock.{module}" for module, names in _PUBLIC.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 class _Package(ModuleType):

@@ -96,7 +96,8 @@ def _run_forwards(
     outputs: list[Any] = [None] * len(inputs.microbatches)
     totals: Sequence[int] = inputs.total_counts() if is_last else ()
     if over_all_pipelines and is_last:
-        totals = engine.parts.totals.counts(totals)
+        engine.parts.totals.start_counts(totals)
+        totals = engine.parts.totals.finish_counts()
     program.begin(boundaries, inputs, states)
     for position, action in numbered(program.actions):
         stage, microbatch = action.stage, action.microbatch

@@ -421,7 +421,7 @@ class TrainingStep:
         if left or interrupted:  # these say why themselves, and end this
             return left and alone
         if alone:
-            self._totals.ask(0)
+            self._totals.sums([0.0], "asking who left the training step")
         if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
         return False
