@@ -30,7 +30,7 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.evaluation import evaluate
+from penstock.runtime.evaluation import run_forwards
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.gradients import Gradients
@@ -303,7 +303,7 @@ class RecordedRank:
 
     def evaluate(self, signatures: Sequence[int] | None = None) -> list[Event]:
         with self.events() as events, torch.no_grad():
-            evaluate(
+            run_forwards(
                 self.stages,
                 self.boundaries,
                 self.forwards,

@@ -15,17 +15,21 @@ from penstock.data.fingerprint import fingerprint
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form, Shapes, named_output, output_of
 from penstock.modeling.stage.outputs import merge_outputs
+from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.tensors import carried
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import states_of_stages
+from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.precision import autocast
 from penstock.runtime.inputs import StepInputs, refuse_without_loss
 from penstock.runtime.labels import numbered
+from penstock.runtime.program import Program
 
 
 def evaluate(engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
@@ -69,7 +73,9 @@ def _evaluation(
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             states = states_of_stages(said, engine.context, training=False)
-            outputs = _run_forwards(engine, prepared, states, over_all_pipelines)
+            parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
+            totals = parts.totals if over_all_pipelines else None
+            outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, totals)
             output = None
             if outputs:
                 rule = prepared.plans[0].loss
@@ -83,33 +89,35 @@ def _evaluation(
 
 
 @torch.no_grad()
-def _run_forwards(
-    engine: Engine, inputs: StepInputs, states: Sequence[Hashable], over_all_pipelines: bool
+def run_forwards(
+    split: SplitModel,
+    boundaries: Boundaries,
+    program: Program,
+    inputs: StepInputs,
+    states: Sequence[Hashable],
+    over_all: Totals | None = None,
 ) -> list[Any] | None:
-    """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere.
-
-    `over_all_pipelines` makes the loss this pipeline's share of the global batch's. All pipelines must evaluate
-    together then; one without any microbatch has no output."""
-    boundaries, program = engine.parts.boundaries, engine.parts.program(len(inputs.microbatches), forwards=True)
+    """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere. `over_all` makes
+    the loss this pipeline's share of the global batch's: all pipelines evaluate together then."""
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
-    totals: Sequence[int] = inputs.total_counts() if is_last else ()
-    if over_all_pipelines and is_last:
-        engine.parts.totals.start_counts(totals)
-        totals = engine.parts.totals.finish_counts()
+    counts: Sequence[int] = inputs.total_counts() if is_last else ()
+    if over_all is not None and is_last:
+        over_all.start_counts(counts)
+        counts = over_all.finish_counts()
     program.begin(boundaries, inputs, states)
     for position, action in numbered(program.actions):
         stage, microbatch = action.stage, action.microbatch
         if program.posts:
             boundaries.post(program.posts[position].before)
-        output, sent = engine.split.forward(
+        output, sent = split.forward(
             inputs.plans[microbatch],
             stage,
             inputs.microbatches[microbatch],
             boundaries.below[stage].recv_forward(microbatch),
             seed=inputs.seed(microbatch),
-            shares=inputs.shares(microbatch, totals) if stage == last else None,
+            shares=inputs.shares(microbatch, counts) if stage == last else None,
             criterion=inputs.criterion,
             host=inputs.hosts[microbatch],
         )
