@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.tensors import decode_header, encode_header
+from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.reduction import BUCKET_BYTES, GradientReducer, make_buckets
 from pool import Pool
 
@@ -22,22 +27,26 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in sizes]
 
 
+def held_by_both(weights: list[nn.Parameter], owners: tuple[int, ...] = ()) -> list[HeldParameter]:
+    return [HeldParameter(f"weight {number}", one, BOTH, owners=owners) for number, one in enumerate(weights)]
+
+
 def reducer_of(
-    held: list[tuple[nn.Parameter, tuple[int, ...]]],
-    deferred: set[int] | None = None,
-    owners: dict[int, tuple[int, ...]] | None = None,
+    weights: list[nn.Parameter], deferred: set[int] | None = None, owners: tuple[int, ...] = ()
 ) -> GradientReducer:
-    groups = {BOTH: dist.group.WORLD}
+    """On ranks that hold all of the weights."""
+    groups: Any = SimpleNamespace(reduction={BOTH: dist.group.WORLD})
     board = FailureBoard(dist.get_rank(), "test")
-    awaits = lambda parameter: id(parameter) in (deferred or set())  # noqa: E731
-    return GradientReducer(held, groups, dist.get_rank(), board, awaits, owners=owners)  # type: ignore[arg-type]
+    layout = Layout.place([[["all"]], [["all"]]])
+    context = RankContext(layout, dist.get_rank(), torch.device("cpu"), groups, board, Interrupts())
+    return GradientReducer(held_by_both(weights, owners), context, lambda one: id(one) in (deferred or set()))
 
 
 # ---------------------------------------------------------------- buckets
 
 
 def test_a_bucket_is_no_larger_than_its_capacity_unless_one_parameter_is() -> None:
-    held = [(parameter, BOTH) for parameter in parameters(3, 3, 9, 2, 2)]
+    held = held_by_both(parameters(3, 3, 9, 2, 2))
     sizes = [[p.numel() for p in bucket.parameters] for bucket in make_buckets(held, capacity=6 * 8)]
     assert sizes == [[2, 2], [9], [3, 3]]
 
@@ -52,7 +61,7 @@ def sum_where_some_are_missing(size: int, owners: tuple[int, ...]) -> tuple[list
     """
     rank = dist.get_rank()
     weights = parameters(size, size, size, size)
-    reducer = reducer_of([(weight, BOTH) for weight in weights], owners={id(weight): owners for weight in weights})
+    reducer = reducer_of(weights, owners=owners)
     for _ in range(2):
         for weight in weights:
             weight.grad = None
@@ -84,7 +93,7 @@ def note_launches(case: str) -> tuple[list[str], float]:
     """In which backward the bucket of a weight leaves, and its sum; the weight may be used once or in two pieces."""
     (weight,) = parameters(1)
     deferred: set[int] = {id(weight)} if case == "deferred" else set()
-    reducer = reducer_of([(weight, BOTH)], deferred)
+    reducer = reducer_of([weight], deferred)
     log: list[str] = []
     launch = reducer._launch
     reducer._launch = lambda bucket: (log.append(place), launch(bucket))  # type: ignore[assignment,misc,return-value]
@@ -121,7 +130,7 @@ def test_a_bucket_leaves_when_its_gradients_are_complete_and_not_before(
 
 def switch_on_pieces_late() -> str:
     (weight,) = parameters(1)
-    reducer = reducer_of([(weight, BOTH)])
+    reducer = reducer_of([weight])
     for step in range(2):
         reducer.begin()
         weight.grad = None

@@ -16,11 +16,7 @@ class Gradients:
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
         self.parameters = [one.parameter for one in held]
         self.queues = WeightGradientQueues()
-        self.reducer = GradientReducer(
-            [(one.parameter, one.ranks) for one in held], context.groups.reduction, context.rank, context.board,
-            self.queues.awaits, context.layout.are_of_several_stages, len(context.stages) > 1,
-            {id(one.parameter): one.owners for one in held},
-        )  # fmt: skip
+        self.reducer = GradientReducer(held, context, self.queues.awaits)
         self.norm = GradientNorm(held, context)
 
     def begin(self, loss_scale: float) -> None:

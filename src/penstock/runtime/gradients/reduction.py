@@ -18,15 +18,18 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.runtime.comm.gloo import ALL_IN_TREES, wait_for_all
-from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.weight_gradients import knows_deferral
 from penstock.runtime.labels import label
 from penstock.runtime.loss_proxy import requires_grad
@@ -69,34 +72,14 @@ class ReductionReport:
 class GradientReducer:
     """Sums this rank's gradients with those of the other holders, once for each step that is not under `no_sync`.
 
-    Args:
-        holders: each local parameter, in forward order, with the global ranks that hold it.
-        awaits: says of a parameter whether a part of its gradient was deferred.
-        at_end: says of ranks whether what they share is to be summed after the last message of a step; `all_at_end`,
-            whether everything of this rank is.
-        owners: the ranks that want a parameter's sum, by its id, where not all holders do: the others have no gradient
-            then.
+    `held`: what this rank holds, in forward order. `awaits`: says of a parameter whether a part of its gradient was
+    deferred. Where a parameter has owners, they alone want its sum: the others have no gradient then.
     """
 
-    def __init__(
-        self,
-        holders: Sequence[tuple[torch.nn.Parameter, tuple[int, ...]]],
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
-        rank: int,
-        board: FailureBoard,
-        awaits: Callable[[torch.Tensor], bool],
-        at_end: Callable[[tuple[int, ...]], bool] = lambda ranks: False,
-        all_at_end: bool = False,
-        owners: Mapping[int, tuple[int, ...]] | None = None,
-    ):
-        self._owners = owners or {}
-        self._groups = groups
-        self._rank = rank
-        self._board = board
-        self._awaits = awaits
-        self._at_end, self._all_at_end = at_end, all_at_end
-        self._shared = [(parameter, ranks) for parameter, ranks in holders if len(ranks) > 1]
-        self._parameters = [parameter for parameter, _ in self._shared]
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext, awaits: Callable[[torch.Tensor], bool]):
+        self._context, self._awaits = context, awaits
+        self._shared = [one for one in held if len(one.ranks) > 1]
+        self._parameters = [one.parameter for one in self._shared]
         self._arrange(tuple(map(requires_grad, self._parameters)))
         self._armed = False
         self._next = 0
@@ -132,12 +115,11 @@ class GradientReducer:
     def _arrange(self, included: tuple[bool, ...]) -> None:
         """Make buckets of the shared parameters that are `included`."""
         self._included = included
-        wanted = [held for held, is_included in zip(self._shared, included, strict=True) if is_included]
-        buckets = make_buckets(wanted, owners=self._owners)
-        early = [bucket for bucket in buckets if not self._at_end(bucket.ranks)]
-        self.buckets = early + [bucket for bucket in buckets if self._at_end(bucket.ranks)]
+        buckets = make_buckets(list(compress(self._shared, included)))
+        late = [bucket for bucket in buckets if self._context.layout.are_of_several_stages(bucket.ranks)]
+        self.buckets = [bucket for bucket in buckets if bucket not in late] + late
         # How many may be launched before the last message, and now.
-        self._num_early = self._num_allowed = 0 if self._all_at_end else len(early)
+        self._num_early = self._num_allowed = 0 if len(self._context.stages) > 1 else len(buckets) - len(late)
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def begin(self) -> None:
@@ -154,7 +136,7 @@ class GradientReducer:
         self._num_allowed = self._num_early
         for bucket in self.buckets:
             bucket.release()
-        others = (bucket for bucket in self.buckets if (bucket.owners or bucket.ranks)[0] != self._rank)
+        others = (bucket for bucket in self.buckets if bucket.keepers[0] != self._context.rank)
         for parameter in (parameter for bucket in others for parameter in bucket.parameters):
             if parameter.grad is not None and id(parameter) in self._summed:
                 parameter.grad.zero_()
@@ -217,8 +199,8 @@ class GradientReducer:
         waited = 0.0
         for bucket in self.buckets:
             start = time.perf_counter()
-            with self._board.guard("summing gradients", bucket.ranks), label("wait for the sum of", bucket):
-                bucket.finish(self._rank, self._board.check)
+            with self._summing(bucket), label("wait for the sum of", bucket):
+                bucket.finish(self._context.rank, self._context.board.check)
             waited += time.perf_counter() - start
         self._summed.update(self._bucket_of)
         self._unsummed.clear()
@@ -227,7 +209,6 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
-        self._groups = {}
         for bucket in self.buckets:
             bucket.works.clear()
 
@@ -238,8 +219,11 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket) -> None:
         self._next += 1
-        with self._board.guard("summing gradients", bucket.ranks), label("reduce", bucket):
-            bucket.launch(self._groups[bucket.ranks], self._rank)
+        with self._summing(bucket), label("reduce", bucket):
+            bucket.launch(self._context.groups.reduction[bucket.ranks], self._context.rank)
+
+    def _summing(self, bucket: Bucket) -> AbstractContextManager[None]:
+        return self._context.board.guard("summing gradients", bucket.ranks)
 
 
 def _register(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -261,7 +245,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype whose gradients are summed together over `ranks`, for `owners`; if none, for all.
+    """Parameters of one dtype whose gradients are summed together over `ranks`, for those of them that are `keepers`.
 
     The flat buffer ends with one number for each parameter: 1 from a rank that has a gradient for it, so that a
     parameter without a gradient anywhere keeps None, as it would in the unsplit model. A large gradient, alone in its
@@ -270,7 +254,7 @@ class Bucket:
 
     parameters: list[torch.nn.Parameter]
     ranks: tuple[int, ...]
-    owners: tuple[int, ...] = ()
+    keepers: tuple[int, ...]
     pending: set[int] = field(default_factory=set)
     works: list[dist.Work] = field(default_factory=list)
     launched_at: float = 0.0
@@ -322,14 +306,13 @@ class Bucket:
         if targets:
             torch._foreach_copy_(targets, sources)
         self.launched_at = self.finished_at = time.perf_counter()
-        wanted = not self.owners or rank in self.owners
         for parameter, view in zip(self.parameters, views, strict=True):
             if parameter.grad is not None:
-                parameter.grad = view if wanted else None
+                parameter.grad = view if rank in self.keepers else None
         sources.clear()  # makes room
         on_cpu = flat.device.type == "cpu"
-        alone = len(self.owners) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
-        owner = self.ranks.index(self.owners[0]) if alone else None
+        alone = len(self.keepers) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
+        owner = self.ranks.index(self.keepers[0]) if alone else None
         for tensor in (flat, presence)[: 1 + self.in_place]:
             # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -345,7 +328,7 @@ class Bucket:
             else:
                 work.wait()
         self.works = []
-        if self.owners and rank not in self.owners:
+        if rank not in self.keepers:
             self._absent = []
             self.release()
             return
@@ -384,30 +367,23 @@ def _dense(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     return gradient if gradient.is_contiguous() else None
 
 
-def make_buckets(
-    parameters: Sequence[tuple[Any, tuple[int, ...]]],
-    capacity: int = BUCKET_BYTES,
-    owners: Mapping[int, tuple[int, ...]] | None = None,
-) -> list[Bucket]:
-    """Pack (tensor, ranks that hold it) pairs, given in forward order, into buckets in backward order.
+def make_buckets(held: Sequence[HeldParameter], capacity: int = BUCKET_BYTES) -> list[Bucket]:
+    """Pack parameters with several holders, given in forward order, into buckets in backward order.
 
-    Parameters held by this rank alone need no sum and are left out. All ranks of a group make the same buckets for it,
-    because each keeps the forward order. A bucket's sums have the same `owners`, given by the id of a parameter. Those
-    of several owners share the capacity, so that what is filled side by side is complete as early as one bucket.
+    All ranks of a group make the same buckets for it, because each keeps the forward order. A bucket's sums have the
+    same keepers. Those of several keepers share the capacity, so that what is filled side by side is complete as early
+    as one bucket.
     """
     buckets: list[Bucket] = []
-    open_buckets: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
-    owners = owners or {}
-    side_by_side = Counter(ranks for ranks, _ in {(ranks, owners.get(id(one), ())) for one, ranks in parameters})
-    for parameter, ranks in reversed(parameters):
-        if len(ranks) < 2:
-            continue
-        key = (ranks, owners.get(id(parameter), ()), parameter.dtype)
-        size = parameter.numel() * parameter.element_size()
-        bucket, used = open_buckets.get(key, (None, 0))
-        if bucket is None or used + size > capacity // side_by_side[ranks]:
-            bucket, used = Bucket([], *key[:2]), 0
+    latest: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
+    side_by_side = Counter(ranks for ranks, _ in {(one.ranks, one.keepers) for one in held})
+    for one in reversed(held):
+        key = one.ranks, one.keepers, one.parameter.dtype
+        size = one.parameter.numel() * one.parameter.element_size()
+        bucket, used = latest.get(key, (None, 0))
+        if bucket is None or used + size > capacity // side_by_side[one.ranks]:
+            bucket, used = Bucket([], one.ranks, one.keepers), 0
             buckets.append(bucket)
-        bucket.parameters.append(parameter)
-        open_buckets[key] = (bucket, used + size)
+        bucket.parameters.append(one.parameter)
+        latest[key] = bucket, used + size
     return buckets
