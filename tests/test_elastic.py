@@ -34,7 +34,7 @@ from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree
 from penstock.elastic.membership import MemberRecord, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
-from penstock.runtime.comm.bootstrap import leave_world
+from penstock.elastic.world import leave_world
 from pool import Pool
 
 STEPS = 12

@@ -23,6 +23,7 @@ import penstock
 from families import batch
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
+from penstock.elastic.world import leave_world
 from penstock.integrations import packed_layers
 from penstock.integrations.packed_layers import mark_packed, tensors_inside
 from penstock.integrations.transformers import PipelineTrainer
@@ -33,7 +34,6 @@ from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.memory import Held
 from penstock.planning.profiling import profile_model
-from penstock.runtime.comm.bootstrap import leave_world
 from pool import Pool
 from quantised import (
     KINDS,

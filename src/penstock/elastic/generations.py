@@ -21,7 +21,7 @@ from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse, tell
 from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
 from penstock.elastic.settings import Elastic
-from penstock.runtime.comm.bootstrap import form_world
+from penstock.elastic.world import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.failures.ring import machine

@@ -1,8 +1,9 @@
 """Which pipelines a run has and what they cost: templates, layouts, partitions, plans. Pure Python, no torch."""
 
 from penstock.layout.layout import Layout, PipelineLayout
-from penstock.layout.partition import Partition, partition, split_microbatches
+from penstock.layout.partition import Partition, partition
 from penstock.pictures.simulate import LayoutSimulation, Reduction, simulate_layout
+from penstock.planning.sharing import split_microbatches
 
 __all__ = [
     "Layout",

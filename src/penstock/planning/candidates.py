@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from penstock.layout.partition import partition, split_into, split_microbatches
+from penstock.layout.partition import partition, split_into
 from penstock.pictures.simulate import Costs, gradients_ready, simulate
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
 from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
+from penstock.planning.sharing import split_microbatches
 from penstock.schedule.actions import Schedule
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.

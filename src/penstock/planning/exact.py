@@ -13,11 +13,12 @@ from itertools import combinations, islice, product
 
 import numpy as np
 
-from penstock.layout.partition import ROUNDING, split_microbatches
+from penstock.layout.partition import ROUNDING
 from penstock.planning.candidates import Candidate, CandidatePipeline, Candidates
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.plan import schedule_of
 from penstock.planning.profile import held_by_stages, sums
+from penstock.planning.sharing import split_microbatches
 
 Counts = tuple[int, ...]
 # A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.

@@ -19,10 +19,11 @@ from itertools import product
 
 import numpy as np
 
-from penstock.layout.partition import ROUNDING, run_sums, split_microbatches
+from penstock.layout.partition import ROUNDING
 from penstock.planning.cluster import Cluster, Link
 from penstock.planning.memory import Held, messages_at_most
 from penstock.planning.profile import UnitCost, seconds_of
+from penstock.planning.sharing import run_sums, split_microbatches
 
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.

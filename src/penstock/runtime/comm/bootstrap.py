@@ -44,7 +44,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
         allow_descriptors(dist.get_world_size())
         use_local_device()
         return
-    atexit.register(_leave_in_order)
+    atexit.register(leave_in_order)
     place = find_place(os.environ)
     if place is None:
         use_local_device()
@@ -58,7 +58,7 @@ def ensure_process_group(timeout: datetime.timedelta | None = None) -> None:
     store.set_timeout(limit)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(agree_on_start(store, rank, world_size, limit), store)
-    _meet(store, rank, world_size, timeout, here=all_here(world_size))
+    meet(store, rank, world_size, timeout, here=all_here(world_size))
 
 
 def allow_descriptors(world_size: int) -> None:
@@ -109,36 +109,7 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
     return start
 
 
-def form_world(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    timeout: datetime.timedelta,
-    on_board: Callable[[FailureBoard], object],
-) -> None:
-    """Make a new default process group of torch's, in place of the present one, with the ranks that meet in `store`;
-    `on_board` is given the board on which failures of their meeting are."""
-    leave_world()
-    # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
-    dist.distributed_c10d._world.group_count = 0
-    use_local_device()
-    atexit.unregister(_leave_in_order)
-    atexit.register(_leave_in_order)
-    try:
-        _meet(store, rank, world_size, timeout, on_board)
-    except BaseException:
-        watcher.stop()
-        raise
-
-
-def leave_world() -> None:
-    """Give up torch's default process group, if there is one."""
-    watcher.stop()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _meet(
+def meet(
     store: dist.Store,
     rank: int,
     world_size: int,
@@ -146,6 +117,8 @@ def _meet(
     on_board: Callable[[FailureBoard], object] = lambda board: None,
     here: bool = False,
 ) -> None:
+    """Make torch's default process group with the ranks that meet in `store`; `on_board` is given the board on which
+    failures of their meeting are. `here`: whether all of them are on this machine."""
     allow_descriptors(world_size)
 
     limit = timeout or dist.distributed_c10d.default_pg_timeout
@@ -174,7 +147,7 @@ def _meet(
     watch.world = dist.group.WORLD
 
 
-def _leave_in_order() -> None:
+def leave_in_order() -> None:
     """Give up the process groups before the interpreter goes: a thread of theirs that is still at work then may abort
     the process. After a failure what is under way may never end, so it is ended."""
     if not dist.is_initialized():
