@@ -16,7 +16,7 @@ from families import FAMILIES, batch
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.pictures.simulate import Costs, simulate
 from penstock.schedule import build
-from penstock.schedule.generators import predicted_steps
+from penstock.schedule.names import predicted_steps
 from pool import Pool
 from training import (
     EXACT,

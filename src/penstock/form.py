@@ -27,7 +27,7 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.parts import ScheduleMaker
-from penstock.schedule.generators import AUTO, settle
+from penstock.schedule.names import AUTO, settle
 
 
 class UnitsAndCosts(NamedTuple):

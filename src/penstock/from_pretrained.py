@@ -25,7 +25,7 @@ from penstock.pipeline_model import PipelineModel
 from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
-from penstock.schedule.generators import settle
+from penstock.schedule.names import settle
 
 # A model with this rank's weights, and what was found where they were loaded.
 Made = tuple[Any, StageLoadingInfo]

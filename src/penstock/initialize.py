@@ -26,7 +26,7 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
-from penstock.schedule.generators import AUTO, default_stages_per_rank, predicted_steps, settle
+from penstock.schedule.names import AUTO, default_stages_per_rank, predicted_steps, settle
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 

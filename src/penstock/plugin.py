@@ -36,7 +36,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.formation import parallelize
 from penstock.schedule.actions import Schedule, check_trains
-from penstock.schedule.generators import AUTO
+from penstock.schedule.names import AUTO
 
 if TYPE_CHECKING:
     from penstock.data.loader import HeterogeneousDataLoader

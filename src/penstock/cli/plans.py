@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.models import Model, subject_of, waiting
-from penstock.schedule.generators import AUTO, schedule_names
+from penstock.schedule.names import AUTO, schedule_names
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,7 +16,7 @@ from penstock.pictures.simulate import simulate as simulate_schedule
 from penstock.pictures.tables import wrapped
 from penstock.pictures.timeline import write_timeline
 from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import schedule_names
+from penstock.schedule.names import schedule_names
 from penstock.schedule.text import load_schedule, resolve_schedule
 
 SCHEDULE = f"{', '.join(schedule_names())}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"

@@ -14,7 +14,8 @@ from penstock.planning.cluster import Cluster
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
 from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import build, schedule_names
+from penstock.schedule.generators import build
+from penstock.schedule.names import schedule_names
 from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
 
 # GPipe takes as long as 1F1B and holds more.

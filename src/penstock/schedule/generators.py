@@ -6,27 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, product
-from typing import Any
 
 from penstock.schedule.actions import Action, Kind, Schedule
-
-# What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is 1F1B.
-AUTO = "auto"
-
-
-def settle(name: Any, deferring_pays: bool) -> Any:
-    """The schedule to run where a user asked for `name`, or for one written out, with one stage on each rank.
-
-    ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its
-    first rank. It is faster where weight gradients are worth putting off.
-    """
-    return ("zb-h1" if deferring_pays else "1f1b") if name == AUTO else name
-
-
-def predicted_steps(name: str, num_ranks: int, num_microbatches: int) -> float:
-    """The time of a step under one of the schedules that "auto" chooses from, over that of a microbatch on a rank, if
-    F = B = W and there are as many microbatches as ranks; see `zb_h1` and `zb_v`."""
-    return num_microbatches + (num_ranks - 1) * {"1f1b": 1.0, "zb-h1": 1 / 3, "zb-v": 1 / 6}[name]
+from penstock.schedule.names import AUTO, default_stages_per_rank
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -42,35 +24,18 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
     """
-    if name not in _GENERATORS:
-        raise _unknown(name)
+    own_stages_per_rank, generate = default_stages_per_rank(name), _GENERATORS[name]
+    any_stages_per_rank = generate is interleaved_one_forward_one_backward
     if num_ranks < 1:
         raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
     if num_microbatches < 1:
         raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
-    generate, own_stages_per_rank, any_stages_per_rank = _GENERATORS[name]
     if stages_per_rank is None:
         stages_per_rank = own_stages_per_rank
     if stages_per_rank < 1 or (stages_per_rank != own_stages_per_rank and not any_stages_per_rank):
         wanted = "at least 1" if any_stages_per_rank else str(own_stages_per_rank)
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
     return generate(num_ranks, num_microbatches, *([stages_per_rank] if any_stages_per_rank else []))
-
-
-def _unknown(name: str) -> ValueError:
-    return ValueError(f"unknown schedule {name!r}: known are {', '.join(schedule_names())}")
-
-
-def schedule_names() -> tuple[str, ...]:
-    """The schedules that there are. `build` accepts "auto", too."""
-    return tuple(name for name in _GENERATORS if name != AUTO)
-
-
-def default_stages_per_rank(name: str) -> int:
-    """Stages that each rank holds under `name` unless told otherwise. Raises ValueError for an unknown name."""
-    if name not in _GENERATORS:
-        raise _unknown(name)
-    return _GENERATORS[name][1]
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -336,14 +301,13 @@ def _squeeze(
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-# name: (generator, its own stages per rank, whether it takes another number as a third argument)
-_GENERATORS: dict[str, tuple[Callable[..., Schedule], int, bool]] = {
-    "gpipe": (gpipe, 1, False),
-    AUTO: (one_forward_one_backward, 1, False),
-    "1f1b": (one_forward_one_backward, 1, False),
-    "zb-h1": (zb_h1, 1, False),
-    "zb-h2": (zb_h2, 1, False),
-    "interleaved-1f1b": (interleaved_one_forward_one_backward, 2, True),
-    "zb-v": (zb_v, 2, False),
-    "v-half": (v_half, 2, False),
+_GENERATORS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    AUTO: one_forward_one_backward,
+    "1f1b": one_forward_one_backward,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-1f1b": interleaved_one_forward_one_backward,
+    "zb-v": zb_v,
+    "v-half": v_half,
 }

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
-from penstock.schedule.generators import AUTO, build, schedule_names
+from penstock.schedule.generators import build
+from penstock.schedule.names import AUTO, schedule_names
 from penstock.schedule.validation import validate
 
 _PASSED_OVER = re.compile(r"|\d+REDUCE_GRAD")
