@@ -34,7 +34,7 @@ BELOW = {
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
-MOST_LINES = {"initialize": 16_700, "plugin": 17_300, "runtime.engine": 11_950}
+MOST_LINES = {"initialize": 15_200, "plugin": 16_100, "runtime.engine": 11_250}
 
 
 def test_every_public_name_is_there() -> None:

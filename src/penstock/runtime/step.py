@@ -79,7 +79,6 @@ class TrainingStep:
         self._recorder: Any = None
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
-        self._counting = False
         self._position = 0
         self._begun = False
         # Why the step was not begun.
@@ -365,19 +364,10 @@ class TrainingStep:
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def _start_counts(self) -> None:
-        """Begin to count the loss's terms over all pipelines, so that none waits until another's first microbatch has
-        come to its last stage."""
-        if not self._counting and not self._own_means:
-            self._counting = True
-            # There is no microbatch here, but the other pipelines must be told so.
-            self._totals.start_counts(self._inputs.total_counts())
-
     def _global_counts(self) -> Sequence[int]:
+        """The numbers of terms in the loss's means, over all pipelines; on the rank of the last stage."""
         if self._total_counts is None:
-            self._start_counts()
-            own = self._inputs.total_counts()
-            self._total_counts = own if self._own_means else self._totals.finish_counts()
+            self._total_counts = self._inputs.total_counts() if self._own_means else self._totals.finish_counts()
         return self._total_counts
 
     # -- the ends of the step --------------------------------------------------------------------------------------
@@ -393,8 +383,10 @@ class TrainingStep:
         self._begun = True
         self._gradients.begin(self._loss_scale)
         self._program.begin(self._boundaries, self._inputs, states)
-        if self._program.top == self._program.last:
-            self._start_counts()
+        if self._program.top == self._program.last and not self._own_means:
+            # Now, so that no pipeline waits until another's first microbatch has come to its last stage; and also
+            # without a microbatch here, of which the others must be told.
+            self._totals.start_counts(self._inputs.total_counts())
 
     def _finish(self, fault: str | None = None) -> bool:
         """Meet all ranks at the end of the step, which the caller may have left; whether this rank left it alone."""
