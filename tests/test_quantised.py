@@ -30,8 +30,8 @@ from penstock.integrations.transformers import PipelineTrainer
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
+from penstock.modeling.instrumentation import tensors_of
 from penstock.modeling.weights.load import load_stage
-from penstock.modeling.weights.whole import tensors_of
 from penstock.planning.memory import Held
 from penstock.planning.profiling import profile_model
 from pool import Pool
