@@ -31,7 +31,7 @@ class ThreadComm(CheckpointRanks):
     """`CheckpointRanks` between threads. Counts the bytes each rank received."""
 
     def __init__(self, shared: _Shared, rank: int) -> None:
-        super().__init__()
+        super().__init__(place=SavingRank(rank, shared.size))
         self._shared = shared
         self.rank, self.size, self.ranks = rank, shared.size, list(range(shared.size))
         self.received = 0
@@ -114,8 +114,7 @@ def save(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
     """Save a pipeline of as many ranks as there are models; each rank's result or exception."""
 
     def work(rank: int, comm: ThreadComm) -> ThreadComm:
-        place = SavingRank(rank, len(models))
-        save_parallelized(models[rank], directory, place=place, world_comm=comm, **options)
+        save_parallelized(models[rank], directory, world_comm=comm, **options)
         return comm
 
     return on_ranks(len(models), work)
@@ -130,9 +129,7 @@ def load(models: Sequence[nn.Module], directory: Any, **options: Any) -> list[An
 
 def save_alone(model: nn.Module, directory: Any, **options: Any) -> None:
     """Save a whole model from one rank."""
-    comm = CheckpointRanks()
-    options.setdefault("place", SavingRank(0, 1))
-    save_parallelized(model, directory, world_comm=comm, **options)
+    save_parallelized(model, directory, world_comm=CheckpointRanks(), **options)
 
 
 def scramble(model: nn.Module, seed: int) -> nn.Module:

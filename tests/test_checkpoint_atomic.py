@@ -33,7 +33,6 @@ from checkpoint_ranks import (
 )
 from families import FAMILIES
 from penstock.checkpoint import files
-from penstock.checkpoint.plan import SavingRank
 from penstock.checkpoint.save import save_checkpoint
 from penstock.checkpoint.staging import prepare
 from penstock.checkpoint.training_state import TrainingState
@@ -109,7 +108,7 @@ def save_whole_state(folder: Path, model: Any) -> None:
     models = split_copies(model, 2)
 
     def work(rank: int, comm: Any) -> None:
-        save_checkpoint(models[rank], folder, TrainingState(step=3), place=SavingRank(rank, 2), world_comm=comm)
+        save_checkpoint(models[rank], folder, TrainingState(step=3), world_comm=comm)
 
     raised(on_ranks(2, work))
 

@@ -122,7 +122,7 @@ def test_every_step_of_a_save_tells_why_it_could_not_write_and_the_next_save_suc
 ) -> None:
     raised(save(split_copies(gpt2(1), 2), tmp_path))
     error, fsync, flush = OSError(number, os.strerror(number)), os.fsync, files.flush_file
-    parts = {"configuration": "/config.json", "table of contents": "manifest.staged", "weights": ".bin"}
+    parts = {"configuration": "/config.json", "table of contents": "parallel_checkpoint.json", "weights": ".bin"}
     part = parts.get(where, where)
 
     def failing(*arguments: Any, **options: Any) -> None:

@@ -33,9 +33,8 @@ def my_part(seed: int, num_stages: int) -> torch.nn.Module:
 def save_as(seed: int, directory: Path, num_stages: int, model: torch.nn.Module | None = None, **options) -> None:
     """Pipelines of `num_stages` ranks; the first one writes."""
     rank = dist.get_rank()
-    place = SavingRank(rank % num_stages, num_stages, is_writer=rank < num_stages)
-    world = CheckpointRanks(dist.group.WORLD)
-    save_parallelized(model or my_part(seed, num_stages), directory, place=place, world_comm=world, **options)
+    world = CheckpointRanks(dist.group.WORLD, place=SavingRank(rank, num_stages, rank // num_stages))
+    save_parallelized(model or my_part(seed, num_stages), directory, world_comm=world, **options)
 
 
 def load_as(seed: int, directory: Path, num_stages: int) -> set[str]:

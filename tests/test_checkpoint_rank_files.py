@@ -68,8 +68,8 @@ def test_only_the_writing_pipeline_writes(tmp_path) -> None:
     models = [*split_copies(gpt2(3), 2), *split_copies(reference, 2)]
 
     def work(rank: int, comm) -> None:
-        place = SavingRank(rank % 2, 2, is_writer=rank >= 2)
-        save_parallelized(models[rank], tmp_path, world_comm=comm, place=place)
+        comm.place = SavingRank((rank + 2) % 4, 2, pipeline=int(rank < 2))
+        save_parallelized(models[rank], tmp_path, world_comm=comm)
 
     raised(on_ranks(4, work))
     assert_hold_together(loaded(tmp_path), reference)
@@ -79,7 +79,7 @@ def test_ranks_that_were_asked_for_different_things_all_raise(tmp_path) -> None:
     models = split_copies(gpt2(), 2)
 
     def work(rank: int, comm) -> None:
-        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm, place=SavingRank(rank, 2))
+        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm)
 
     for error in on_ranks(2, work):
         assert isinstance(error, CheckpointError)

@@ -9,7 +9,7 @@ import torch
 
 from checkpoint_ranks import gpt2, on_ranks, raised, save, save_alone, split_copies
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.plan import CheckpointRanks, SavingRank
+from penstock.checkpoint.plan import CheckpointRanks
 from penstock.checkpoint.save import save_parallelized
 from penstock.checkpoint.training_state import TrainingState, load_training_state
 from penstock.checkpoint.untrusted import CheckpointError
@@ -48,13 +48,12 @@ class Run:
     def save(self, directory: Any, **state: Any) -> None:
         def work(rank: int, comm: Any) -> None:
             training = TrainingState(self.optimizers[rank], {"scheduler": self.schedulers[rank]}, **state)
-            place = SavingRank(rank, len(self.models))
-            save_parallelized(self.models[rank], directory, world_comm=comm, training_state=training, place=place)
+            save_parallelized(self.models[rank], directory, world_comm=comm, training_state=training)
 
         raised(on_ranks(len(self.models), work))
 
-    def load(self, directory: Any) -> list[TrainingState]:
-        def work(rank: int, comm: Any) -> TrainingState:
+    def load(self, directory: Any) -> list[Any]:
+        def work(rank: int, comm: Any) -> Any:
             from_parallelized(self.models[rank], directory, world_comm=comm)
             training = TrainingState(self.optimizers[rank], {"scheduler": self.schedulers[rank]})
             return load_training_state(self.models[rank], directory, training, world_comm=comm)
@@ -83,9 +82,7 @@ def test_the_leader_alone_gathers_random_states_and_the_common_file_does_not_gro
         models = split_copies(gpt2(1), num_ranks)
 
         def work(rank: int, comm, models=models, num_ranks=num_ranks) -> int:
-            place = SavingRank(rank, num_ranks)
-            kwargs = {"world_comm": comm, "training_state": TrainingState(step=1)}
-            save_parallelized(models[rank], tmp_path, place=place, **kwargs)
+            save_parallelized(models[rank], tmp_path, world_comm=comm, training_state=TrainingState(step=1))
             return comm.received
 
         leader, *others = raised(on_ranks(num_ranks, work))

@@ -41,7 +41,6 @@ from peaks import sampled_peak
 from penstock.checkpoint import files
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.plan import SavingRank
 from penstock.checkpoint.save import save_checkpoint
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.training_state import TrainingState
@@ -195,13 +194,13 @@ def test_the_files_are_those_of_safetensors_and_the_sums_those_of_the_tensors(
     for dtype in files.DTYPES:
         tensors[f"of {dtype}"] = torch.arange(-8, 9).abs().to(torch.float32).to(dtype)
     path = tmp_path / "file.safetensors"
-    sums = files.write_tensors(str(path), tensors)
+    infos = files.write_tensors(str(path), tensors)
     found = load_file(path)
-    assert found.keys() == tensors.keys() == sums.keys()
+    assert found.keys() == tensors.keys() == infos.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         assert bytes(bytes_of(found[name])) == bytes(bytes_of(tensor)), name
-        assert sums[name] == zlib.crc32(bytes(bytes_of(tensor)))
+        assert infos[name]["checksum"] == zlib.crc32(bytes(bytes_of(tensor)))
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "the first tensor's place is aligned"
     with pytest.raises(CheckpointError, match=r"safetensors has no dtype for x, which is torch.complex128"):
         files.write_tensors(str(tmp_path / "other.safetensors"), {"x": torch.zeros(1, dtype=torch.complex128)})
@@ -280,8 +279,7 @@ def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family
     reference.load_state_dict({name: value for model in models for name, value in model.state_dict().items()})
 
     def work(rank: int, comm: Any) -> None:
-        state, place = TrainingState(optimizers[rank], step=3), SavingRank(rank, 3)
-        save_checkpoint(models[rank], tmp_path, state, place=place, world_comm=comm)
+        save_checkpoint(models[rank], tmp_path, TrainingState(optimizers[rank], step=3), world_comm=comm)
 
     raised(on_ranks(3, work))
     again = type(reference).from_pretrained(tmp_path)

@@ -23,6 +23,7 @@ from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 from .files import flush_file, write_bytes
 from .folders import ModelFolder
+from .load import match, saved_sources
 from .manifest import (
     MODEL,
     SEPARATOR,
@@ -53,12 +54,27 @@ _STEP = re.compile(r"step-(\d{8,15})", re.ASCII)
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint. `step`: as its folder's name says; None for a folder that is no step of another. `fault`: why it
-    cannot be loaded; None if all of its files are there in their sizes."""
+    """A checkpoint. `step`: as its folder's name says; None for a folder that is no step of another."""
 
     path: str
     step: int | None
-    fault: str | None
+
+    @property
+    def has_table(self) -> bool:
+        """Whether it has a table of contents; else its save was interrupted, or is under way."""
+        return kind_of(os.path.join(self.path, manifest_name())) is not None
+
+    @property
+    def fault(self) -> str | None:
+        """Why it cannot be loaded; None if all of its files are there in their sizes. Whether values are those that
+        were saved shows when they are read."""
+        if not self.has_table:
+            return "it has no table of contents: its save did not finish"
+        try:
+            whole_manifest(self.path)
+        except (CheckpointError, OSError) as error:
+            return describe(error)
+        return None
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
@@ -67,17 +83,11 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
-    """The checkpoints of `folders_in`. Reads tables of contents and sizes. Whether values are those that were saved
-    shows when they are read."""
-    return [_look_at(path, step) for path, step in folders_in(folder)]
-
-
-def folders_in(folder: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
-    """Where the checkpoints in a folder are, whole or not, and of which step, the newest first; the folder itself if it
-    is one. Raises CheckpointError."""
+    """The checkpoints in a folder, whole or not, the newest first; the folder itself if it is one. Raises
+    CheckpointError."""
     folder = os.path.abspath(folder)
-    if has_table(folder):
-        return [(folder, None)]
+    if (own := Found(folder, None)).has_table:
+        return [own]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
     try:
@@ -85,34 +95,19 @@ def folders_in(folder: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
     steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
-    paths = [(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
-    return [(path, step) for path, step in paths if is_directory(path)]
-
-
-def has_table(path: str) -> bool:
-    """Whether a checkpoint has a table of contents; else its save was interrupted, or is under way."""
-    return kind_of(os.path.join(path, manifest_name())) is not None
-
-
-def _look_at(path: str, step: int | None) -> Found:
-    if not has_table(path):
-        return Found(path, step, "it has no table of contents: its save did not finish")
-    try:
-        whole_manifest(path)
-    except (CheckpointError, OSError) as error:
-        return Found(path, step, describe(error))
-    return Found(path, step, None)
+    every = [Found(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
+    return [one for one in every if is_directory(one.path)]
 
 
 def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
     """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
     Only a checkpoint's own files are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
-        left, older, found = keep_last, list[str](), folders_in(folder)
-        for path, step in found if len(found) > keep_last else ():
+        left, older, found = keep_last, list[str](), find_checkpoints(folder)
+        for one in found if len(found) > keep_last else ():
             if left == 0:
-                older.append(path)
-            elif step is not None and _look_at(path, step).fault is None:
+                older.append(one.path)
+            elif one.step is not None and one.fault is None:
                 left -= 1
         if older:  # the newer ones' folders are on disk first, should the machine lose power
             flush_file(os.fspath(folder))
@@ -140,11 +135,11 @@ def remove_checkpoint(path: str) -> None:
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
     """The folder itself if it is a checkpoint, else its newest whole one. Raises CheckpointError if there is none."""
-    found = find_checkpoints(folder)
-    for one in found:
-        if one.fault is None:
+    reasons = ""
+    for one in find_checkpoints(folder):
+        if (fault := one.fault) is None:
             return one.path
-    reasons = "".join(f"; {one.path}: {one.fault}" for one in found)
+        reasons += f"; {one.path}: {fault}"
     raise CheckpointError(f"{os.path.abspath(folder)} holds no whole checkpoint{reasons}")
 
 
@@ -159,8 +154,8 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
         raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
     return [
         inspect_checkpoint(one.path, values)
-        if one.fault is None
-        else {"path": one.path, "step": one.step, "whole": False, "faults": [one.fault]}
+        if (fault := one.fault) is None
+        else {"path": one.path, "step": one.step, "whole": False, "faults": [fault]}
         for one in found
     ]
 
@@ -261,12 +256,17 @@ def merge_checkpoint(
     known here, or `destination` cannot be written. A checkpoint that was there is intact then."""
     path, directory = newest_checkpoint(source), os.path.abspath(destination)
     manifest = whole_manifest(path)
-    options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-    model, state = _model_of(path, manifest), _WholeTensors(path, manifest)
-    folder = _Merged(model, options, path, state)
+    model, reader = _model_of(path, manifest), CheckpointReader(path, manifest, MODEL)
+    sources = saved_sources(manifest, reader)
     if isinstance(model, PreTrainedModel):
-        _check_complete(path, model, state)
-    Save(folder, directory, SavingRank(0, 1), CheckpointRanks()).run()
+        try:
+            sources = match(model, manifest, reader, path)
+        except CheckpointError as error:
+            advice = "One with adapters is merged by merge_and_unload() in its run"
+            raise CheckpointError(f"{error}. The model is what its config.json says. {advice}") from None
+    options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
+    folder = _Merged(model, options, path, _WholeTensors(reader, sources))
+    Save(folder, directory, CheckpointRanks()).run()
     return folder.files
 
 
@@ -282,10 +282,8 @@ class _Merged(ModelFolder):
         return is_diffusers(self.source)
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        self.given, self.sides = (
-            self.state,
-            [name for name in sorted(os.listdir(self.source)) if is_configuration(name)],
-        )
+        self.given = self.state
+        self.sides = [name for name in sorted(os.listdir(self.source)) if is_configuration(name)]
         for name in self.sides:
             with open_plain(os.path.join(self.source, name)) as file:
                 write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
@@ -319,46 +317,26 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
     return model
 
 
-def _check_complete(path: str, model: nn.Module, state: _WholeTensors) -> None:
-    """Check that a checkpoint has every weight of the model, in its shape, and none besides. Raises CheckpointError."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    lacking, foreign = sorted(expected.keys() - set(state)), sorted(set(state) - expected.keys())
-    if lacking or foreign:
-        found = [f"{what} {names[:3]}" for what, names in (("lacks", lacking), ("has", foreign)) if names]
-        raise CheckpointError(
-            f"{path} is not what {type(model).__name__} has with this config.json: it {' and '.join(found)}. A "
-            "model with adapters is merged by merge_and_unload() in its run"
-        )
-    for name, shape in expected.items():
-        if (own := state.describe(name)[0]) != shape:
-            raise CheckpointError(
-                f"{path} has {name} in the shape {list(own)}, but its config.json makes it {list(shape)}"
-            )
-
-
+@dataclass(frozen=True)
 class _WholeTensors(Mapping[str, torch.Tensor]):
     """The weights of a checkpoint by all of their names, each read and joined from its shards when it is asked for."""
 
-    def __init__(self, path: str, manifest: Manifest) -> None:
-        self._reader = CheckpointReader(path, manifest, MODEL)
-        self._sources = {name: name for name in self._reader.locations}
-        for group in manifest.tied:
-            if present := [name for name in group if name in self._reader.locations]:
-                self._sources.update(dict.fromkeys(group, present[0]))
+    reader: CheckpointReader
+    sources: Mapping[str, str]
 
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """A tensor's whole shape, and its dtype."""
-        source = self._sources[name]
-        return self._reader.whole_shape(source), self._reader.locations[source].info.dtype
+        source = self.sources[name]
+        return self.reader.whole_shape(source), self.reader.locations[source].info.dtype
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        source = self._sources[name]
-        sharding = Resharding(self._reader.saved_sharding(source))
-        self._reader.verify({source: sharding})
-        return self._reader.read(source, sharding)
+        source = self.sources[name]
+        sharding = Resharding(self.reader.saved_sharding(source))
+        self.reader.verify({source: sharding})
+        return self.reader.read(source, sharding)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return len(self.sources)

@@ -1,8 +1,8 @@
 """One file of tensors: written durably, read lazily, in torch's or in safetensors' format.
 
 safetensors' own writer is as fast by itself, but checksums take another reading after it, and the disk waits for the
-last tensor. Here one thread writes, a second takes the checksums, and a third has the disk begin; the next file is
-begun while the last one's end goes to disk. All three release Python's lock, so a step that goes on is not held up.
+last tensor. Here one thread writes, and two others take the checksums and have the disk begin; the next file is begun
+while the last one's end goes to disk. All of them release Python's lock, so a step that goes on is not held up.
 
 The format: https://huggingface.co/docs/safetensors, section "Format".
 """
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors.torch import load_file
 
-from .tensors import bytes_of, checksum
+from .tensors import bytes_of, checksum, dtype_name
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
 SaveFunction = Callable[[Any, str], Any]
@@ -45,26 +45,36 @@ def write_tensors(
     save_function: SaveFunction | None = None,
     behind: Behind | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, int]:
+) -> dict[str, dict[str, Any]]:
     """Write tensors, as `tensors.to_cpu` makes them, to a new file, whose format follows from the name, and have them
     on disk before returning; with `behind` when this is left. `metadata`: what else a file of safetensors says. Returns
-    the CRC-32 of each tensor's bytes, which are there then, too. Raises CheckpointError, whatever went wrong."""
+    what a `TensorInfo` says of each; the checksums are there then, too. Raises CheckpointError, whatever went wrong."""
     if behind is None:
         with Behind() as behind:
             return write_tensors(path, tensors, save_function, behind, metadata)
+    infos = {name: {"shape": list(one.shape), "dtype": dtype_name(one.dtype)} for name, one in tensors.items()}
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
     told = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
+    behind.do(partial(_add_checksums, infos, tensors))
     with told():
         if path.endswith(".safetensors"):
-            return write_safetensors(path, tensors, behind, told, metadata)
+            write_safetensors(path, tensors, behind, told, metadata)
+            return infos
         if save_function is not None:
             save_function(dict(tensors), path)
         else:
             with open(path, "wb") as file:
                 torch.save(dict(tensors), file)
         flush_file(path)
-    sums = {id(tensor): checksum(tensor) for tensor in {id(one): one for one in tensors.values()}.values()}
-    return {name: sums[id(tensor)] for name, tensor in tensors.items()}
+    return infos
+
+
+def _add_checksums(infos: Mapping[str, dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> None:
+    sums: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in sums:
+            sums[id(tensor)] = checksum(tensor)
+        infos[name]["checksum"] = sums[id(tensor)]
 
 
 def write_bytes(path: str, content: bytes) -> None:
@@ -72,6 +82,23 @@ def write_bytes(path: str, content: bytes) -> None:
     # Exclusively: what is there may be a link to somewhere else.
     with writing(path, "a small file", len(content)), open(path, "xb") as file:
         file.write(content)
+
+
+def replace_file(path: str, content: bytes, draft: str) -> None:
+    """Write a file by way of a `draft` beside it, so that a kill at any moment leaves what was there, or this, whole.
+    Raises CheckpointError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(draft)  # of a save that was killed
+    try:
+        write_bytes(draft, content)
+        with writing(path, "a small file", len(content)):
+            flush_file(draft)
+            os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(draft)
+        raise
+    flush_file(os.path.dirname(path))
 
 
 @contextmanager
@@ -135,16 +162,14 @@ def flush_file(path: str) -> None:
 
 def flush_files(paths: Iterable[str]) -> None:
     """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once."""
-    helper = Helper("flushes", _FLUSHED_AT_ONCE)
-    for path in paths:
-        helper.do(partial(_flush_named, path))
-    if (error := helper.end()) is not None:
-        raise error
 
+    def flush(path: str) -> None:
+        with writing(path, "on disk"):
+            flush_file(path)
 
-def _flush_named(path: str) -> None:
-    with writing(path, "on disk"):
-        flush_file(path)
+    with Behind(_FLUSHED_AT_ONCE) as behind:
+        for path in paths:
+            behind.do(partial(flush, path))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -251,51 +276,54 @@ class Behind:
     When it is left without an error, all of that is done, and raises here if it has failed. With an error the files are
     removed: what is said of it may need the room."""
 
-    def __init__(self) -> None:
-        self.sums, self.flushes = Helper("sums"), Helper("flushes")
-        self._files = contextlib.ExitStack()
-        self._paths: list[str] = []
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, "penstock-save")
+        self._calls: list[Future[object]] = []
+        self._files: list[FileIO] = []
+
+    def do(self, call: Callable[[], object]) -> None:
+        """Do this in another thread; in this one at a program's end, which starts no more."""
+        try:
+            self._calls.append(self._pool.submit(call))
+        except RuntimeError:
+            call()
 
     def open(self, path: str) -> FileIO:
         """A new file, closed when all is done."""
         # Exclusively: what is there may be a link to somewhere else.
-        file = self._files.enter_context(FileIO(path, "x"))
-        self._paths.append(path)
-        return file
-
-    def flush(self, file: FileIO, told: Told) -> None:
-        """Have what is in the file until now on disk, some time before the end."""
-        self.flushes.do(partial(_flush, file, told))
+        self._files.append(FileIO(path, "x"))
+        return self._files[-1]
 
     def __enter__(self) -> Behind:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        whole, errors = False, list[BaseException]()
+        whole, error = False, None
         try:
-            errors += [error for error in (self.flushes.end(), self.sums.end()) if error is not None]
-            whole = kind is None and not errors
+            self._pool.shutdown()
+            error = next((error for call in self._calls if (error := call.exception())), None)
+            whole = kind is None and error is None
         finally:
-            for path in () if whole else self._paths:
+            for file in self._files:
+                file.close()
                 with contextlib.suppress(OSError):
-                    os.remove(path)
-            self._files.close()
-        if errors and kind is None:
-            raise errors[0]
+                    if not whole:
+                        os.remove(str(file.name))
+        if error is not None and kind is None:
+            raise error
 
 
 def write_safetensors(
     path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told, metadata: Mapping[str, str]
-) -> dict[str, int]:
+) -> None:
     """See `write_tensors`. Tensors are not to be changed until `behind` is left. Raises ValueError if the format has no
     such dtype, OSError if it cannot be written."""
     # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    sums: dict[str, int] = {}
     since = 0
     file = behind.open(path)
+    flush = partial(_flush, file, told)
     _write_all(file, memoryview(_header(tensors, order, metadata)))
-    behind.sums.do(lambda: sums.update((name, checksum(tensor)) for name, tensor in tensors.items()))
     for name in order:
         content = bytes_of(tensors[name])
         for begin in range(0, len(content), _CHUNK):
@@ -303,10 +331,9 @@ def write_safetensors(
             _write_all(file, chunk)
             since += len(chunk)
             if since >= _FLUSHED:
-                behind.flush(file, told)
+                behind.do(flush)
                 since = 0
-    behind.flush(file, told)
-    return sums
+    behind.do(flush)
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:
@@ -317,25 +344,6 @@ def _write_all(file: FileIO, content: memoryview) -> None:
 def _flush(file: FileIO, told: Told) -> None:
     with told():
         os.fsync(file.fileno())
-
-
-class Helper:
-    """Threads that do calls. None but the caller's at a program's end, which starts no more."""
-
-    def __init__(self, name: str, threads: int = 1) -> None:
-        self._pool = ThreadPoolExecutor(threads, f"penstock-save-{name}")
-        self._calls: list[Future[object]] = []
-
-    def do(self, call: Callable[[], object]) -> None:
-        try:
-            self._calls.append(self._pool.submit(call))
-        except RuntimeError:
-            call()
-
-    def end(self) -> BaseException | None:
-        """Wait for all calls; what the first one that failed has raised."""
-        self._pool.shutdown()
-        return next((error for call in self._calls if (error := call.exception())), None)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Mapping[str, str]) -> bytes:

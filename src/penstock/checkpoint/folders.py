@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -35,8 +36,6 @@ from .manifest import (
     EXTENSIONS,
     MODEL,
     SEPARATOR,
-    STAGED_INDEX,
-    STAGED_MANIFEST,
     STEMS,
     TRAINING,
     FileEntry,
@@ -57,13 +56,12 @@ from .plan import (
     SavingRank,
     SavingReport,
     Source,
-    TrainingReport,
     first_holders,
     write_side_files,
     writers_of,
 )
 from .staging import Replacement, write_index
-from .tensors import DTYPES, TensorInfo, dtype_name, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
+from .tensors import DTYPES, TensorInfo, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
 from .training_state import TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
@@ -142,7 +140,7 @@ class ModelFolder(Folder):
         was_packed = getattr(getattr(self.model, "hf_quantizer", None), "pre_quantized", False)
         return self.options.save_original_format and isinstance(self.model, PreTrainedModel) and not was_packed
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> Callable[[], FileEntry] | None:
+    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> None:
         assert not isinstance(content, bytes)
         tensors = revert_weight_conversion(self.model, content) if self._reverted else content
         wanted = to_cpu({name: tensors[name] for name in file.outputs})
@@ -152,35 +150,27 @@ class ModelFolder(Folder):
             wanted.update({name: wanted[name].clone() for name in shared})
         # Not with `behind`, which keeps tensors until all files are written.
         write_tensors(os.path.join(folder, file.name), wanted, self.options.save_function, metadata=self.metadata)
-        return None
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
         """transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`,
         its index. So the new one is put in place first, and then those are removed that come before it."""
-        names = {
-            extension: weight_file_names(extension, self.options.variant, self.diffusers) for extension in EXTENSIONS
-        }
-        search_order, index = list(chain(*names.values())), names[self.options.extension][1]
-        start, staged, shards = self.files[0], self.files[0], list[str]()
+        options = self.options
+        names = {extension: weight_file_names(extension, options.variant, self.diffusers) for extension in EXTENSIONS}
+        search_order, index = list(chain(*names.values())), names[options.extension][1]
+        start, shards = self.files[0], list[str]()
         if self.index is not None:
-            write_index(folder, self.index["weight_map"], self.index["metadata"])
-            start, staged, shards = index, STAGED_INDEX, self.files
-        found = [name for name in search_order if kind_of(os.path.join(directory, name)) is not None]
+            start, shards = index, self.files
+            write_index(folder, index, self.index["weight_map"], self.index["metadata"])
+        found = sorted(os.listdir(directory))
         hiding = [name for name in reversed(search_order[: search_order.index(start)]) if name in found]
         old = [index] if index in found and index != start else []
-        return Replacement(self.sides, {start: staged}, shards, hiding, old + self._old_shards(directory))
-
-    def _old_shards(self, directory: str) -> list[str]:
-        """Shards in `directory` that no index refers to any more once the new checkpoint is complete."""
         # A safetensors checkpoint hides a .bin one that may stand beside it, but does not replace it.
-        extensions = (".safetensors",) if self.options.safe_serialization else EXTENSIONS
-        return sorted(
-            name
-            for name in os.listdir(directory)
-            if name not in self.files
-            and any(is_shard(name, extension, self.options.variant, self.diffusers) for extension in extensions)
-            and is_regular(os.path.join(directory, name))
-        )
+        replaced = [index] if options.safe_serialization else [one for _, one in names.values()]
+        for name in found:
+            is_old = name not in self.files and any(is_shard(name, one) for one in replaced)
+            if is_old and is_regular(os.path.join(directory, name)):
+                old.append(name)
+        return Replacement(self.sides, [start], shards, hiding, old)
 
 
 def _on_meta(source: Source) -> torch.Tensor:
@@ -258,13 +248,15 @@ class AdapterFolder(Folder):
         first, second = (f"{ADAPTER}{extension}" for extension in EXTENSIONS)
         hides = second in written and first not in written and kind_of(os.path.join(directory, first)) is not None
         others = [name for name in written if name not in weights]
-        return Replacement(others, {name: name for name in weights}, hiding=[first] if hides else [])
+        return Replacement(others, weights, hiding=[first] if hides else [])
 
 
 # -- parallel checkpoints ----------------------------------------------------------------------------------------------
 
 # What a training state saved on its own has in its files' names, so that it may go to the folder of the model.
 TRAINING_VARIANT = "training"
+# Among what a rank holds: the states of its random generators.
+_RANDOM = "random"
 
 
 @dataclass
@@ -276,113 +268,83 @@ class RankFiles(Folder):
     training_state: TrainingState | None = None
     with_model: bool = True
     once: bool = False
-    # What this rank holds: its weights, and its share of the training state.
-    _place: SavingRank = field(default=SavingRank(0, 1), init=False)
+    # What this rank writes: its weights, and its share of the training state.
+    _place: SavingRank = field(default=SavingRank(), init=False)
     _parts: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict, init=False)
-    _training: tuple[TrainingReport, torch.Tensor, OptimizerState] | None = field(default=None, init=False)
+    _random: torch.Tensor = field(init=False)
+    _optimizer: OptimizerState = field(default_factory=OptimizerState, init=False)
 
     @property
     def call(self) -> list[Any]:
         return [*super().call, self.training_state is not None]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        self._place = place
+        self._place, holdings = place, dict[str, Holding]()
         if self.training_state is not None:
-            self._training = collect_training_state(self.model, self.training_state, place.pipeline, place.is_writer)
-            self._parts[TRAINING] = self._training[2].tensors
+            self._random, self._optimizer = collect_training_state(self.model, self.training_state, place.is_writer)
+            self._parts[TRAINING] = self._optimizer.tensors
+            holdings[_RANDOM] = Holding(tuple(self._random.shape), "uint8")
         if self.with_model and place.is_writer:
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
         wanted = self.once or not place.is_writer
         names = [name for part in self._parts.values() for name in part] if wanted else []
-        return SavingReport(place, names, training=self._training and self._training[0])
+        return SavingReport(place, names, holdings, self._optimizer.members, self._optimizer.values)
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
-        writers, files = writers_of(reports), list[FilePlan]()
-        own = self._names_to_write(reports, writers) if self.once else None
-        parts = {
-            part: tensors if own is None else {name: tensor for name, tensor in tensors.items() if name in own}
-            for part, tensors in self._parts.items()
-            if rank in writers
-        }
-        every = [report.training for report in reports if report.training is not None]
-        if self.training_state is not None and self._training is not None:
+        leader, files, parts = writers_of(reports)[0], list[FilePlan](), self._to_write(reports, rank)
+        if self.training_state is not None:
+            data = partial(common_content, self.training_state, self._optimizer.groups, reports)
+            files.append(FilePlan(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
             # The rank that leads has the states of all ranks' random generators in its file.
-            leader, state, groups = writers[0], self.training_state, self._training[2].groups
-            pipeline = [every[writer] for writer in writers]
-            self.given = {random_key(rank): self._training[1]}
-            random = {
-                random_key(one): Source(Holding((report.random,), "uint8"), (one,)) for one, report in enumerate(every)
-            }
-            files.append(
-                FilePlan(
-                    common_file_name(self.options.variant),
-                    leader,
-                    part=TRAINING,
-                    data=lambda: common_content(state, groups, every, pipeline),
-                )
-            )
-            files.append(self._file(TRAINING, reports, leader, random, parts.get(TRAINING, {})))
-            if rank in writers[1:] and parts[TRAINING]:
-                files.append(self._file(TRAINING, reports, rank, {}, parts[TRAINING]))
-        if MODEL in self._parts:
-            files.append(self._file(MODEL, reports, rank, {}, parts[MODEL]))
+            self.given = {random_key(rank): self._random}
+            random = {random_key(one): Source(each.holdings[_RANDOM], (one,)) for one, each in enumerate(reports)}
+            name = self._name_of(TRAINING, reports[leader].place)
+            files.append(FilePlan(name, leader, random, parts[TRAINING], part=TRAINING))
+        for part, tensors in parts.items():
+            if part == MODEL or (tensors and rank != leader):
+                files.append(FilePlan(self._name_of(part, self._place), rank, own=tensors, part=part))
         return files
 
-    def _file(
-        self,
-        part: str,
-        reports: Sequence[SavingReport],
-        writer: int,
-        inputs: Mapping[str, Source],
-        own: Mapping[str, torch.Tensor],
-    ) -> FilePlan:
-        place = reports[writer].place
+    def _name_of(self, part: str, place: SavingRank) -> str:
         ranks = place.tensor_parallel_rank, place.number
-        name = rank_file_name(STEMS[part], *ranks, self.options.extension, self.options.variant)
-        return FilePlan(name, writer, inputs, own, part=part)
+        return rank_file_name(STEMS[part], *ranks, self.options.extension, self.options.variant)
 
-    def _names_to_write(self, reports: Sequence[SavingReport], writers: Sequence[int]) -> set[str]:
-        """Of the tensors and states that this rank has to write, those that no rank before it writes. Of what is
-        sharded, each tensor-parallel rank holds another part."""
+    def _to_write(self, reports: Sequence[SavingReport], rank: int) -> dict[str, Mapping[str, torch.Tensor]]:
+        """Of the tensors and states that this rank holds, those that no rank before it writes. Of what is sharded, each
+        tensor-parallel rank holds another part."""
+        writers = writers_of(reports)
+        if not self.once or rank not in writers:
+            return self._parts
         first = first_of_tied(tied_groups(self.model))
         shards = {first.get(name, name) for name in shards_of(self.model)}
 
-        def key(name: str) -> tuple[str, str]:
+        def key(name: str, place: SavingRank) -> tuple[str, str, int]:
             parameter, _, state = name.partition(SEPARATOR)
-            return first.get(parameter, parameter), state
+            parameter = first.get(parameter, parameter)
+            return parameter, state, place.tensor_parallel_rank if parameter in shards else 0
 
-        whole, sharded = set[tuple[str, str]](), set[tuple[str, str]]()
-        for report in (reports[writer] for writer in writers):
-            if report.place == self._place:
-                written = {True: sharded, False: whole}
-                return {name for name in report.names if key(name) not in written[key(name)[0] in shards]}
-            keys = {key(name) for name in report.names}
-            whole |= keys
-            sharded |= keys if report.place.tensor_parallel_rank == self._place.tensor_parallel_rank else set()
-        return set()
+        before = [reports[one] for one in writers[: writers.index(rank)]]
+        written = {key(name, report.place) for report in before for name in report.names}
+        return {
+            part: {name: tensor for name, tensor in tensors.items() if key(name, self._place) not in written}
+            for part, tensors in self._parts.items()
+        }
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> Callable[[], FileEntry]:
-        path, ranks = os.path.join(folder, file.name), (self._place.number, self._place.tensor_parallel_rank)
+    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> dict[str, Any]:
+        path, place = os.path.join(folder, file.name), self._place
+        entry = {"part": file.part, "stage": place.number, "tensor_parallel_rank": place.tensor_parallel_rank}
         if isinstance(content, bytes):
             write_bytes(path, content)
-            common = FileEntry(TRAINING, *ranks, len(content), checksum=zlib.crc32(content))
-            return lambda: common
+            return entry | {"size": len(content), "checksum": zlib.crc32(content)}
         tensors = to_cpu(content)
         # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
         if self.options.safe_serialization:
             first, stored = first_of_tied(tied_groups(self.model)), dict[tuple[str, int], str]()
             tensors = {n: one for n, one in tensors.items() if stored.setdefault((first.get(n, n), id(one)), n) == n}
-        sums = write_tensors(path, tensors, self.options.save_function, behind)
-        # Without the tensors, which shall not stay in memory.
-        known = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
-
-        def entry() -> FileEntry:
-            infos = {name: TensorInfo(*info, sums[name]) for name, info in known.items()}
-            return FileEntry(file.part, *ranks, os.path.getsize(path), infos)
-
-        return entry
+        infos = write_tensors(path, tensors, self.options.save_function, behind)
+        return entry | {"size": os.path.getsize(path), "tensors": infos}
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
         """Stage the table of contents, and how it becomes that of the checkpoint in `directory`."""
@@ -399,16 +361,18 @@ class RankFiles(Folder):
         options = self.options
         table = manifest_name(options.variant)
         _, index = weight_file_names(options.extension, options.variant, self.diffusers)
-        write_bytes(os.path.join(folder, STAGED_MANIFEST), manifest.dump())
-        starts, old = {table: STAGED_MANIFEST}, list[str]()
+        write_bytes(os.path.join(folder, table), manifest.dump())
+        starts, old, found = [table], list[str](), sorted(os.listdir(directory))
         if self.once and manifest.tensor_parallel_size == 1:
-            write_index(folder, {n: file for file, one in entries.items() if one.part == MODEL for n in one.tensors})
-            starts[index] = STAGED_INDEX
-        elif kind_of(os.path.join(directory, index)) is not None and not options.variant:
+            places = {name: file for file, one in entries.items() if one.part == MODEL for name in one.tensors}
+            write_index(folder, index, places)
+            starts.append(index)
+        elif index in found and not options.variant:
             old.append(index)
-        if kind_of(os.path.join(directory, table)) is not None:
-            names = (name for name in os.listdir(directory) if is_rank_file(name, options.variant))
-            old += sorted(name for name in names if name not in entries and is_regular(os.path.join(directory, name)))
+        for name in found if table in found else ():
+            is_old = name not in entries and is_rank_file(name, options.variant)
+            if is_old and is_regular(os.path.join(directory, name)):
+                old.append(name)
         return Replacement(self.sides, starts, entries, old=old)
 
 

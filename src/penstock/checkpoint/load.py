@@ -77,7 +77,7 @@ def checked_weights(
         manifest = whole_manifest(directory, variant, type(model).__name__)
         reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
         readers.append((reader, manifest))
-        every_source, held = _match(model, manifest, reader, directory), shards_of(model)
+        every_source, held = match(model, manifest, reader, directory), shards_of(model)
         for name in targets:
             source = every_source[name]
             sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
@@ -102,15 +102,23 @@ def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(targets.values())
 
 
-def _match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
-    """For each name of the unsplit model, the name under which the checkpoint has it; of a tied weight that of its
-    first holder. The whole model is compared, so that every rank finds the same fault."""
-    whole = of_run(model, whole_state(model))
+def saved_sources(manifest: Manifest, reader: CheckpointReader) -> dict[str, str]:
+    """For each name of the saved model, the name under which the checkpoint has it; of a tied weight that of its first
+    holder."""
     found = reader.locations
-    sources = {name: name for name in whole if name in found}
+    sources = {name: name for name in found}
     for group in manifest.tied:
         present = sorted((name for name in group if name in found), key=lambda name: found[name].pipeline_rank)
-        sources.update({name: present[0] for name in group if name in whole and present})
+        sources.update(dict.fromkeys(group, present[0]) if present else {})
+    return sources
+
+
+def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
+    """The same for each name of the unsplit model, or CheckpointError if its weights are not those of the checkpoint.
+    The whole model is compared, so that every rank finds the same fault."""
+    whole = of_run(model, whole_state(model))
+    found = reader.locations
+    sources = {name: source for name, source in saved_sources(manifest, reader).items() if name in whole}
     for group in tied_groups(model):
         candidates = list(dict.fromkeys(sources[name] for name in group if name in sources))
         if len({found[name].info for name in candidates}) > 1:

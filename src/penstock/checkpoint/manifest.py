@@ -31,17 +31,15 @@ from .untrusted import (
 
 EXTENSIONS = (".safetensors", ".bin")
 ADAPTER = "adapter_model"
-# In the staging folder: what becomes the table of contents, and the index, which refers to files in the staging folder.
-STAGED_MANIFEST = "manifest.staged"
-STAGED_INDEX = "index.staged"
 # The folder in which a save stages its files, inside the checkpoint's.
 STAGING = re.compile(r"\.saving-[0-9a-f]{32}")
 
 _VARIANT = r"[\w+.-]+"
-_MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
-_INDEX = re.compile(
-    r"(?:(diffusion_pytorch_)?model(\.safetensors)|(diffusion_)?pytorch_model(\.bin))"
-    rf"\.index(?:\.({_VARIANT}))?\.json"
+# A table of contents, with its variant; and an index, with its files' stem, extension and variant.
+MANIFEST = re.compile(rf"parallel_checkpoint(?:\.({_VARIANT}))?\.json")
+INDEX = re.compile(
+    r"(model(?=\.safetensors)|pytorch_model(?=\.bin)|diffusion_pytorch_model)(\.safetensors|\.bin)"
+    rf"\.index(\.{_VARIANT})?\.json"
 )
 _RANK_FILE = re.compile(
     rf"(?:pytorch_model|optimizer)_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
@@ -63,22 +61,25 @@ def check_plain(name: str, what: str) -> str:
     return name
 
 
+def _named(stem: str, extension: str, variant: str | None) -> str:
+    return f"{stem}.{variant}{extension}" if variant else f"{stem}{extension}"
+
+
 def manifest_name(variant: str | None = None) -> str:
     """The table of contents of a parallel checkpoint."""
-    return f"parallel_checkpoint.{variant}.json" if variant else "parallel_checkpoint.json"
+    return _named("parallel_checkpoint", ".json", variant)
 
 
 def rank_file_name(
     stem: str, tensor_parallel_rank: int, pipeline_rank: int, extension: str, variant: str | None
 ) -> str:
     """`pytorch_model_tp_0_pp_1.bin`, or `pytorch_model_tp_0_pp_1.fp16.bin` with variant `fp16`."""
-    middle = f".{variant}" if variant else ""
-    return f"{stem}_tp_{tensor_parallel_rank}_pp_{pipeline_rank}{middle}{extension}"
+    return _named(f"{stem}_tp_{tensor_parallel_rank}_pp_{pipeline_rank}", extension, variant)
 
 
 def common_file_name(variant: str | None) -> str:
     """What a training state holds besides the optimizer's tensors."""
-    return f"training_state.{variant}.bin" if variant else "training_state.bin"
+    return _named("training_state", ".bin", variant)
 
 
 def is_rank_file(name: str, variant: str | None) -> bool:
@@ -97,33 +98,19 @@ def is_diffusers(directory: str) -> bool:
 def weight_file_names(extension: str, variant: str | None, diffusers: bool = False) -> tuple[str, str]:
     """The standard names, in transformers or in diffusers, of a single file of weights, and of the index of several."""
     stem = "diffusion_pytorch_model" if diffusers else "model" if extension == ".safetensors" else "pytorch_model"
-    middle = f".{variant}" if variant else ""
-    return f"{stem}{middle}{extension}", f"{stem}{extension}.index{middle}.json"
+    return _named(stem, extension, variant), _named(f"{stem}{extension}.index", ".json", variant)
 
 
-def is_shard(name: str, extension: str, variant: str | None, diffusers: bool = False) -> bool:
-    """Whether `name` is that of one of several files of weights."""
-    stem, _, _ = weight_file_names(extension, variant, diffusers)[0].rpartition(".")
-    return re.fullmatch(re.escape(stem) + r"-\d{5}-of-\d{5}" + re.escape(extension), name, re.ASCII) is not None
+def is_shard(name: str, index: str) -> bool:
+    """Whether `name` is that of one of the files of weights to which an index of the name `index` leads."""
+    if (found := INDEX.fullmatch(index)) is None:
+        return False
+    stem, extension, middle = map(re.escape, found.groups(""))
+    return re.fullmatch(rf"{stem}{middle}-\d{{5}}-of-\d{{5}}{extension}", name, re.ASCII) is not None
 
 
 def is_configuration(name: str) -> bool:
     return name in ("config.json", "generation_config.json")
-
-
-def variant_of_manifest(name: str) -> tuple[bool, str | None]:
-    """Whether `name` is that of a parallel checkpoint's table of contents, and of which variant."""
-    found = _MANIFEST.fullmatch(name)
-    return found is not None, None if found is None else found[1]
-
-
-def variant_of_index(name: str) -> tuple[str | None, str | None, bool]:
-    """The extension of the weights that a file of this name is the index of, None if it is none; the variant; and
-    whether they are of diffusers."""
-    found = _INDEX.fullmatch(name)
-    if found is None:
-        return None, None, False
-    return found[2] or found[4], found[5], bool(found[1] or found[3])
 
 
 # -- the table of contents ---------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def save_model(
         return
     ranks = saving_ranks(pipeline)
     with pipeline.saving():
-        save_parallelized(model, directory, **ranks, merge_checkpoints=merge, **arguments)
+        save_parallelized(model, directory, world_comm=ranks, merge_checkpoints=merge, **arguments)
     how = "penstock.from_pretrained({!r}, config=...)" if merge else "model.from_parallelized({!r})"
     pipeline.board.resume["model"] = how.format(os.fspath(directory))
 
@@ -77,7 +77,7 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = saving_ranks(model.pipeline)
     with model.pipeline.saving():
-        Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, **ranks).run()
+        Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, ranks).run()
 
 
 def _save_injected(
@@ -105,7 +105,7 @@ def _save_injected(
 def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> None:
     """See `PipelineModel.load_ordinary`."""
     pipeline = model.pipeline
-    comm = checkpoint_comm(pipeline)
+    comm = saving_ranks(pipeline)
     with pipeline.together(Call.LOAD_MODEL):
         if folders := model._adapter_folders(os.fspath(directory)):
             load_adapters(model, folders, world_comm=comm, strict=strict)
@@ -116,49 +116,39 @@ def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> N
 
 def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: str | None) -> None:
     """See `PipelineModel.from_parallelized`."""
-    comm = checkpoint_comm(model.pipeline)
+    comm = saving_ranks(model.pipeline)
     with model.pipeline.together(Call.LOAD):
         from_parallelized(base_of(model), directory, world_comm=comm, variant=variant)
 
 
-def checkpoint_comm(pipeline: Engine | None) -> CheckpointRanks:
+def saving_ranks(pipeline: Engine | None) -> CheckpointRanks:
     """How all ranks talk about checkpoints; a single process without a pipeline with nobody."""
     if pipeline is None:
         return CheckpointRanks()
     pipeline.refuse_if_over()
-    return CheckpointRanks(pipeline.context.groups.world_control, pipeline.board.guard)
-
-
-def saving_rank(pipeline: Engine | None) -> SavingRank:
-    """Where this rank stands among those that save."""
-    if pipeline is None:
-        return SavingRank(0, 1)
     place = pipeline.place
-    return SavingRank(
-        place.pipeline_rank,
-        pipeline.context.pipeline.num_ranks,
-        is_writer=place.pipeline == 0,
-        pipeline=place.pipeline,
-        tensor_parallel_rank=place.tensor_parallel_rank,
-        tensor_parallel_size=pipeline.layout.tensor_parallel_size,
-        before=sum(one.num_ranks for one in pipeline.layout.pipelines[: place.pipeline]),
+    return CheckpointRanks(
+        pipeline.context.groups.world_control,
+        pipeline.board.guard,
+        SavingRank(
+            sum(one.num_ranks for one in pipeline.layout.pipelines[: place.pipeline]) + place.pipeline_rank,
+            pipeline.context.pipeline.num_ranks,
+            place.pipeline,
+            place.tensor_parallel_rank,
+            pipeline.layout.tensor_parallel_size,
+        ),
     )
-
-
-def saving_ranks(pipeline: Engine) -> dict[str, Any]:
-    """What every save is told of the ranks, by its names in `penstock.checkpoint`."""
-    return {"place": saving_rank(pipeline), "world_comm": checkpoint_comm(pipeline)}
 
 
 def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the model's own class that saves it, on one rank, where the model is whole meanwhile. Returns
     what it returned; None on the other ranks. Raises CheckpointError if it fails, or a rank cannot give its part."""
-    place, world = saving_ranks(model.pipeline).values()
+    world = saving_ranks(model.pipeline)
     what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 
     def report() -> SavingReport:
         refuse_unsupported(model, merged=None)
-        return own.report(place, "")
+        return own.report(world.place, "")
 
     def call(file: FilePlan, content: Content) -> None:
         assert not isinstance(content, bytes)
@@ -252,7 +242,7 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
     with pipeline.saving(Call.SAVE_OPTIMIZER):
         files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
-        Save(files, folder, **ranks).run()
+        Save(files, folder, ranks).run()
 
 
 def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
@@ -262,8 +252,7 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             pipeline.split.model,
             folder,
             TrainingState(unwrapped(optimizer)),
-            pipeline=pipeline.place.pipeline,
-            world_comm=checkpoint_comm(pipeline),
+            world_comm=saving_ranks(pipeline),
             variant=TRAINING_VARIANT,
         )
     pipeline.step_number = state.step

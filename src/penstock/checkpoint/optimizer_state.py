@@ -100,30 +100,27 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
 def restore_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
-    groups: Iterable[Mapping[str, Any]],
-    members: Iterable[Iterable[str]],
-    values: Mapping[str, Mapping[str, Any]],
+    whole: OptimizerState,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    kind: str = "another optimizer",
+    kind: str,
 ) -> None:
-    """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`. `groups`,
-    `members` and `values` are of the whole model; `tensors`, of this rank's, are copied one by one. Raises
-    CheckpointError if the parameter groups are not those that were saved, by an optimizer of the class `kind`."""
-    names, parameters = logical_names(model), parameters_by_name(model, optimizer)
-    saved_groups, keeps = list(groups), keeps_state(model)
-    group_of = {name: number for number, group in enumerate(members) for name in group}
-    if len(saved_groups) != len(optimizer.param_groups):
+    """Give an optimizer the state saved for the parameters of this rank, through its own `load_state_dict`. `whole` is
+    of the whole model, without tensors; `tensors`, of this rank's, are copied one by one. Raises CheckpointError if the
+    parameter groups are not those that were saved, by an optimizer of the class `kind`."""
+    names, parameters, keeps = logical_names(model), parameters_by_name(model, optimizer), keeps_state(model)
+    group_of = {name: number for number, group in enumerate(whole.members) for name in group}
+    if len(whole.groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(saved_groups)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(whole.groups)}"
         )
-    states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in values.items()}
+    states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in whole.values.items()}
     for key, tensor in tensors:
         name, _, state = key.partition(SEPARATOR)
         # A copy: the optimizer writes into it, and the file's pages should be given back.
         states.setdefault(name, {})[state] = _laid_out_like(parameters.get(name), tensor)
     content: dict[str, Any] = {"state": {}, "param_groups": []}
     index = 0
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, whole.groups, strict=True)):
         indices = []
         for parameter in group["params"]:
             mine = names.get(id(parameter))

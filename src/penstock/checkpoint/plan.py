@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,29 +33,28 @@ from .staging import Replacement
 from .tensors import DTYPES, dtype_name, held_state
 from .untrusted import CheckpointError, Count, describe, typed
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class SavingRank:
-    """Where a rank that saves stands. `is_writer`: whether its pipeline is the one that writes; replicas hold the same
-    weights and only wait. `before`: how many ranks of its tensor-parallel rank the pipelines before its own have."""
+    """Where a rank that saves stands. `number`, in its files' names: its index among the ranks of all pipelines that
+    have its tensor-parallel rank. The first pipeline writes; the others hold the same weights."""
 
-    pipeline_rank: int
-    num_pipeline_ranks: int
-    is_writer: bool = True
+    number: int = 0
+    num_pipeline_ranks: int = 1
+    pipeline: int = 0
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
-    pipeline: int = 0
-    before: int = 0
 
     @property
-    def number(self) -> int:
-        """In its files' names: its index among the ranks of all pipelines that have its tensor-parallel rank."""
-        return self.before + self.pipeline_rank
+    def is_writer(self) -> bool:
+        return self.pipeline == 0
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank writes what is written once."""
-        return self.is_writer and self.pipeline_rank == 0 and self.tensor_parallel_rank == 0
+        return self.number == 0 and self.tensor_parallel_rank == 0
 
 
 @dataclass(frozen=True)
@@ -68,32 +67,23 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class TrainingReport:
-    """What a rank tells the others of its share; `random` are the bytes of its random generators' states."""
-
-    pipeline: int
-    random: Count
-    members: list[list[str]]
-    values: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class SavingReport:
     """What a rank tells the others before the writing starts. `names`: what its kind of save wants to know; of a rank
-    of another pipeline what it writes nevertheless."""
+    of another pipeline what it writes nevertheless. `members`, `values`: of its optimizer, see `OptimizerState`."""
 
     place: SavingRank
     names: list[str] = field(default_factory=list)
     holdings: dict[str, Holding] = field(default_factory=dict)
-    training: TrainingReport | None = None
+    members: list[list[str]] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
     writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.names]
-    order = attrgetter("place.number", "place.tensor_parallel_rank")
-    return sorted(writers, key=lambda rank: (not reports[rank].place.is_writer, *order(reports[rank])))
+    order = attrgetter("number", "tensor_parallel_rank")
+    return sorted(writers, key=lambda rank: order(reports[rank].place))
 
 
 @dataclass(frozen=True)
@@ -103,6 +93,12 @@ class Source:
     holding: Holding
     ranks: Sequence[int]
     sharding: Sharding | None = None
+
+    def empty(self) -> torch.Tensor:
+        """Memory for what one of the ranks has."""
+        whole = self.holding.shape
+        shape = whole if self.sharding is None else self.sharding.shape(whole, len(self.ranks))
+        return torch.empty(shape, dtype=DTYPES[self.holding.dtype])
 
 
 @dataclass(frozen=True)
@@ -159,8 +155,8 @@ class Folder:
         """The files in which this rank has a part, in an order that is the same on all ranks."""
         raise NotImplementedError
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> Callable[[], FileEntry] | None:
-        """Write a file. With `behind`, see `write_tensors`: what tells its entry once it is on disk."""
+    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> dict[str, Any] | None:
+        """Write a file. What a `FileEntry` says of it, once `behind` is left; None in a folder without such."""
         raise NotImplementedError
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
@@ -207,53 +203,42 @@ def each_file(
 ) -> None:
     """Gather the content of each planned file on the rank that writes it, one at a time, and call `do` with it there.
 
-    Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails goes on taking part in them,
-    so that no other waits for it, and raises at the end."""
-    failure: Exception | None = None
+    Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails, for example out of host
+    memory, goes on taking part in them, so that no other waits for it, and raises at the end."""
+    failures: list[Exception] = []
+
+    def attempt(work: Callable[..., Result], *arguments: Any) -> Result | None:
+        try:
+            return work(*arguments)
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    def own(name: str) -> torch.Tensor:
+        return folder.given[name].cpu().contiguous()
+
+    def write(file: FilePlan, gathered: dict[str, torch.Tensor]) -> None:
+        do(file, {**file.own, **gathered} if file.data is None else file.data())
+
     for file in folder.plan(reports, ranks.rank):
         gathered: dict[str, torch.Tensor] = {}
         for name, source in file.inputs.items():
-            failure = _transfer(gathered, name, source, file, folder.given, ranks, failure)
-        if ranks.rank == file.writer and failure is None:
-            try:
-                do(file, {**file.own, **gathered} if file.data is None else file.data())
-            except Exception as error:
-                failure = error
-    if failure is not None:
-        raise failure
-
-
-def _transfer(
-    gathered: dict[str, torch.Tensor],
-    name: str,
-    source: Source,
-    file: FilePlan,
-    given: Mapping[str, torch.Tensor],
-    ranks: CheckpointRanks,
-    failure: Exception | None,
-) -> Exception | None:
-    """Do this rank's part in giving a tensor to a file's writer, which finds it in `gathered`; what has failed here."""
-    if ranks.rank not in (*source.ranks, file.writer):
-        return failure
-    holding, sharding = source.holding, source.sharding
-    shape = holding.shape if sharding is None else sharding.shape(holding.shape, len(source.ranks))
-    parts: list[torch.Tensor] = []
-    for rank in source.ranks:
-        try:
-            tensor = given[name].cpu().contiguous() if ranks.rank == rank else None
-        except Exception as error:  # for example out of host memory
-            failure, tensor = failure or error, None
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=DTYPES[holding.dtype])
-        if ranks.rank == file.writer:
-            if rank != file.writer:
-                ranks.receive(tensor, rank, f"gathering {name} for {file.name}")
-            parts.append(tensor)
-        elif ranks.rank == rank:
-            ranks.send(tensor, file.writer, f"giving {name} for {file.name}")
-    if failure is None and ranks.rank == file.writer:
-        gathered[name] = parts[0] if sharding is None else sharding.join(parts)
-    return failure
+            parts: list[torch.Tensor] = []
+            for rank in source.ranks:
+                if ranks.rank not in (rank, file.writer):
+                    continue
+                tensor = attempt(own, name) if ranks.rank == rank else None
+                parts.append(source.empty() if tensor is None else tensor)
+                if ranks.rank != file.writer:
+                    ranks.send(parts[-1], file.writer, f"giving {name} for {file.name}")
+                elif rank != file.writer:
+                    ranks.receive(parts[-1], rank, f"gathering {name} for {file.name}")
+            if ranks.rank == file.writer and not failures:
+                gathered[name] = parts[0] if source.sharding is None else source.sharding.join(parts)
+        if ranks.rank == file.writer and not failures:
+            attempt(write, file, gathered)
+    if failures:
+        raise failures[0]
 
 
 @dataclass(frozen=True)
@@ -352,10 +337,16 @@ def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
 class CheckpointRanks(Ranks):
     """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. `group`: whose backend
     carries CPU tensors (gloo); None for a rank on its own. `guard`: how a lost rank is told and named. Without it a
-    CheckpointError says which ranks it can have been."""
+    CheckpointError says which ranks it can have been. `place`: where this one stands."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, guard: Guard = _name_the_others) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        guard: Guard = _name_the_others,
+        place: SavingRank | None = None,
+    ) -> None:
         super().__init__(group, guard)
+        self.place = place or SavingRank()
 
     def _words(self, error: BaseException) -> str:
         return describe(error)

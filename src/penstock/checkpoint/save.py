@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -47,27 +47,28 @@ from .untrusted import CheckpointError, read_json, typed
 
 Result = TypeVar("Result")
 Write = Callable[[FilePlan, Content], object]
+# What `FileEntry`s say, by the names of the files, as plain data.
+Entries = dict[str, Any]
 
 
 def save_parallelized(
     model: nn.Module,
     save_directory: str | os.PathLike[str],
     *,
-    place: SavingRank,
     world_comm: CheckpointRanks,
     merge_checkpoints: bool = False,
     training_state: TrainingState | None = None,
     **save_pretrained_kwargs: Any,
 ) -> None:
     """Save a split model: a file for each rank of one pipeline, or with `merge_checkpoints` what `save_pretrained`
-    would write. Every rank calls this, with the same arguments but for `place`; the others are those of `SaveOptions`.
-    Raises TypeError, ValueError, and on all ranks CheckpointError; the previous checkpoint is intact then."""
+    would write. Every rank calls this, with the same arguments; the others are those of `SaveOptions`. Raises
+    TypeError, ValueError, and on all ranks CheckpointError; the previous checkpoint is intact then."""
     options = SaveOptions.parse(save_pretrained_kwargs)
     refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
     folder = ModelFolder(model, options) if merge_checkpoints else RankFiles(model, options, training_state)
-    Save(folder, save_directory, place, world_comm).run()
+    Save(folder, save_directory, world_comm).run()
 
 
 def save_checkpoint(
@@ -75,21 +76,20 @@ def save_checkpoint(
     save_directory: str | os.PathLike[str],
     training_state: TrainingState,
     *,
-    place: SavingRank,
     world_comm: CheckpointRanks,
-    memory: HostMemory | None = None,
+    saver: Saver | None = None,
     given_up: Callable[[], str | None] = lambda: None,
     afterwards: Callable[[], None] = lambda: None,
-) -> PendingSave | None:
-    """Save the model and the training state in safetensors files, each weight and each state of it once. With `memory`
-    return once everything is copied there; what is under way is to be finished by every rank together, and `given_up`
-    says why it can come to no end any more. `afterwards` is called on the rank that puts the files in place."""
+) -> None:
+    """Save the model and the training state in safetensors files, each weight and each state of it once. With `saver`
+    return once everything is copied to its memory; every rank is to `finish` it, and `given_up` says why it can come to
+    no end any more. `afterwards` is called on the rank that puts the files in place."""
     folder = RankFiles(model, SaveOptions(safe_serialization=True), training_state, once=True)
-    save = Save(folder, save_directory, place, world_comm, afterwards)
-    if memory is not None:
-        return save.run_in_background(memory, given_up)
-    save.run()
-    return None
+    save = Save(folder, save_directory, world_comm, afterwards)
+    if saver is None:
+        save.run()
+    else:
+        save.run_in_background(saver, given_up)
 
 
 class Save:
@@ -101,51 +101,51 @@ class Save:
         self,
         folder: Folder,
         directory: str | os.PathLike[str],
-        place: SavingRank,
-        world_comm: CheckpointRanks,
+        ranks: CheckpointRanks,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._directory = folder, os.path.abspath(directory)
-        self._place, self._ranks, self._afterwards = place, world_comm, afterwards
+        self._place, self._ranks, self._afterwards = ranks.place, ranks, afterwards
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:
         with self._staged() as (path, reports):
-            said = self._together("writing the files", lambda: self._plain_entries(path, reports), self._intact)
-            entries = dict[str, FileEntry]
+            every = partial(each_file, self._folder, reports, self._ranks)
+            written = self._together("writing the files", lambda: self._write(path, every), self._intact)
             self._together(
                 "putting the files in place",
-                lambda: self._commit(path, (typed(entries, one, f"what rank {n} wrote") for n, one in enumerate(said))),
+                lambda: self._commit(path, written),
                 f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
             )
 
-    def run_in_background(self, memory: HostMemory, given_up: Callable[[], str | None]) -> PendingSave:
+    def run_in_background(self, saver: Saver, given_up: Callable[[], str | None]) -> None:
         """Copy everything to host memory, and write it in a thread. No rank talks to another there: each leaves word of
         what it has written in the staging folder, and the one that puts the files in place waits for that."""
         copies: list[tuple[FilePlan, Content]] = []
 
         def copy(file: FilePlan, content: Content) -> None:
-            copies.append((file, content if isinstance(content, bytes) else memory.copy(file.part, content)))
+            copies.append((file, content if isinstance(content, bytes) else saver.copy(file.part, content)))
 
         with self._staged() as (path, reports):
             work = partial(each_file, self._folder, reports, self._ranks, copy)
             self._together("copying to host memory", work, self._intact)
-        return PendingSave(self._directory, lambda: self._finish_alone(path, reports, copies, given_up))
+        words = [word_name(reports[rank].place) for rank in writers_of(reports)]
+        saver.start(self._directory, lambda: self._finish_alone(path, words, copies, given_up))
 
     def _finish_alone(
         self,
         path: str,
-        reports: list[SavingReport],
-        copies: list[tuple[FilePlan, Content]],
+        words: Sequence[str],
+        copies: Sequence[tuple[FilePlan, Content]],
         given_up: Callable[[], str | None],
     ) -> None:
-        words = {report.place: word_name(report.place) for report in (reports[rank] for rank in writers_of(reports))}
-        if self._place not in words:
+        if (own := word_name(self._place)) not in words:
             return
         try:
-            own = os.path.join(path, words[self._place])
-            leave_word(own, lambda: self._write(path, lambda write: [write(*one) for one in copies]))
-            self._commit(path, words_of(path, list(words.values()), given_up))
+            leave_word(
+                os.path.join(path, own), lambda: self._write(path, lambda write: [write(*one) for one in copies])
+            )
+            self._commit(path, words_of(path, words, given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             if self._place.is_leader:
@@ -183,24 +183,18 @@ class Save:
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
         return self._ranks.together(f"{phase} to save to {self._directory}", work, unchanged)
 
-    def _plain_entries(self, path: str, reports: list[SavingReport]) -> dict[str, Any]:
-        entries = self._write(path, lambda write: each_file(self._folder, reports, self._ranks, write))
-        return {
-            name: vars(entry) | {"tensors": {key: vars(info) for key, info in entry.tensors.items()}}
-            for name, entry in entries.items()
-        }
-
-    def _write(self, path: str, every: Callable[[Write], object]) -> dict[str, FileEntry]:
+    def _write(self, path: str, every: Callable[[Write], object]) -> Entries:
         """Write the files that `every` calls its argument with; what they hold, once all are on disk."""
-        entries: dict[str, Callable[[], FileEntry] | None] = {}
+        entries: dict[str, Any] = {}
         with Behind() as behind:
             every(lambda file, content: entries.update({file.name: self._folder.write(file, content, path, behind)}))
-        return {name: entry() for name, entry in entries.items() if entry is not None}
+        return {name: entry for name, entry in entries.items() if entry is not None}
 
-    def _commit(self, path: str, written: Iterable[Mapping[str, FileEntry]]) -> None:
+    def _commit(self, path: str, written: Iterable[Entries]) -> None:
         if not self._place.is_leader:
             return
-        entries = {name: entry for files in written for name, entry in files.items()}
+        every = {name: entry for entries in written for name, entry in entries.items()}
+        entries = typed(dict[str, FileEntry], every, f"what was written to {path}")
         commit(self._directory, os.path.basename(path), self._folder.replacement(self._directory, path, entries))
         self._afterwards()
 
@@ -217,11 +211,13 @@ STANDSTILL = 600.0
 _FAILED = ".failed"
 
 
-class HostMemory:
-    """Copies of tensors on the CPU, in memory that the next copy uses again. Pinned for those of an accelerator."""
+class Saver:
+    """A model's saves that go on beside its training: copies of tensors on the CPU, in memory that the next save uses
+    again, pinned for those of an accelerator; and a thread that writes them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._pending: _Pending | None = None
 
     def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors, contiguous and each in memory of its own size; names of one tensor get one copy."""
@@ -241,25 +237,36 @@ class HostMemory:
                 torch.get_device_module(device).synchronize(device)
         return copies
 
+    def start(self, directory: str, write: Callable[[], None]) -> None:
+        """Have files written to `directory` by a thread."""
+        self._pending = _Pending(directory, write)
 
-class PendingSave:
-    """A save whose files are being written to `directory` by a thread."""
+    def finish(self, ranks: CheckpointRanks) -> None:
+        """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            ranks.together(f"writing the files to save to {pending.directory}", pending.finish)
+
+
+class _Pending:
+    """Files that a thread writes. What nobody has finished yet lives until the program ends."""
+
+    every: ClassVar[set[_Pending]] = set()
 
     def __init__(self, directory: str, write: Callable[[], None]) -> None:
         self.directory = directory
         self._error: BaseException | None = None
         # Python waits at its end for threads that are no daemons, whatever they wait for.
         self._thread = threading.Thread(target=self._run, args=[write], name="penstock-save", daemon=True)
-        _pending.add(self)
+        self.every.add(self)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for this rank's part; raises, once, what went wrong with it."""
+        """Wait for this rank's part; raises what went wrong with it."""
         self._thread.join()
-        _pending.discard(self)
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self.every.discard(self)
+        if self._error is not None:
+            raise self._error
 
     def _run(self, write: Callable[[], None]) -> None:
         try:
@@ -268,15 +275,11 @@ class PendingSave:
             self._error = error
 
 
-# What nobody has finished yet lives until the program ends.
-_pending: set[PendingSave] = set()
-
-
 @atexit.register
 def _finish_all() -> None:
     """Wait for what is being written. A failure that nobody was told of ends the program with status 1."""
     failed = False
-    for save in list(_pending):
+    for save in list(_Pending.every):
         try:
             save.finish()
         except BaseException:
@@ -298,10 +301,10 @@ def word_name(place: SavingRank) -> str:
     return f"written_tp_{place.tensor_parallel_rank}_pp_{place.number}.json"
 
 
-def leave_word(path: str, write: Callable[[], dict[str, FileEntry]]) -> None:
+def leave_word(path: str, write: Callable[[], Entries]) -> None:
     """Write a rank's files, and leave word of them at `path`, or of a failure, which is raised."""
     try:
-        word = json.dumps(write(), default=vars).encode()
+        word = json.dumps(write()).encode()
         # Read by processes that live, so it need not be on disk.
         write_bytes(path + ".draft", word)
         with writing(path, "a small file"):
@@ -312,7 +315,7 @@ def leave_word(path: str, write: Callable[[], dict[str, FileEntry]]) -> None:
         raise
 
 
-def words_of(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[dict[str, FileEntry]]:
+def words_of(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[Entries]:
     """Wait for the words of these names, and give what each says.
 
     Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
@@ -323,7 +326,7 @@ def words_of(folder: str, names: Sequence[str], given_up: Callable[[], str | Non
             path = os.path.join(folder, name)
             if os.path.exists(path):
                 missing.remove(name)
-                yield typed(dict[str, FileEntry], read_json(path), path)
+                yield read_json(path)
             elif os.path.exists(path + _FAILED):
                 raise CheckpointError(f"the rank that leaves {name} could not write; that rank raises why")
         if not missing:

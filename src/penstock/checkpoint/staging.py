@@ -27,17 +27,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .files import flush_file, flush_files, write_bytes, writing
-from .manifest import (
-    STAGED_INDEX,
-    STAGING,
-    is_diffusers,
-    is_shard,
-    read_manifest,
-    variant_of_index,
-    variant_of_manifest,
-    weight_file_names,
-)
+from .files import flush_file, flush_files, replace_file, write_bytes, writing
+from .manifest import INDEX, MANIFEST, STAGING, is_shard, read_manifest
 from .untrusted import CheckpointError, is_directory, is_regular, kind_of, read_json, typed
 
 
@@ -48,8 +39,8 @@ class Replacement:
     # Small files beside the weights, put in place first. A configuration that changed is the one thing that is not
     # atomic with the rest; it is only seen when another model, or a resized one, is saved into a folder.
     sides: Sequence[str]
-    # What readers start from, by its final name, each with its name in the staging folder; and the files they name.
-    starts: Mapping[str, str]
+    # What readers start from, and the files that these name.
+    starts: Sequence[str]
     files: Collection[str] = ()
     # Files that readers would start from before `starts`, the one in use until now last.
     hiding: Sequence[str] = ()
@@ -88,18 +79,17 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
         if found not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
             raise CheckpointError(f"cannot replace {path}: it is {found}, and is in the way of the checkpoint's file")
     folder = os.path.join(directory, staging)
-    staged = dict.fromkeys([*what.sides, *what.starts.values(), *what.files])
+    staged = dict.fromkeys([*what.sides, *what.starts, *what.files])
     flush_files([*(os.path.join(folder, name) for name in staged), folder, directory])
     for name in what.sides:
         _replace(os.path.join(folder, name), os.path.join(directory, name))
-    for name, source in what.starts.items():
-        _replace(os.path.join(folder, source), os.path.join(directory, name))
+    for name in what.starts:
+        _replace(os.path.join(folder, name), os.path.join(directory, name))
         flush_file(directory)
     for name in what.hiding:
         _remove(os.path.join(directory, name))
         flush_file(directory)
-    indices = [name for name, source in what.starts.items() if source == STAGED_INDEX]
-    _put_in_place(directory, staging, what.files, indices)
+    _put_in_place(directory, staging, what.files, list(filter(INDEX.fullmatch, what.starts)))
     for name in what.old:
         _remove(os.path.join(directory, name))
     _remove_staging(folder)
@@ -120,20 +110,16 @@ def _put_in_place(directory: str, staging: str, files: Collection[str], indices:
     for name in indices:
         content = read_json(os.path.join(directory, name))
         content["weight_map"] = {key: place.removeprefix(f"{staging}/") for key, place in content["weight_map"].items()}
-        draft = os.path.join(folder, f"{name}.draft")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(draft)
-        write_bytes(draft, _index_content(content))
-        flush_file(draft)
-        _replace(draft, os.path.join(directory, name))
-        flush_file(directory)
+        replace_file(os.path.join(directory, name), _index_content(content), os.path.join(folder, f"{name}.draft"))
 
 
-def write_index(folder: str, weight_map: Mapping[str, str], metadata: Mapping[str, object] | None = None) -> None:
+def write_index(
+    folder: str, name: str, weight_map: Mapping[str, str], metadata: Mapping[str, object] | None = None
+) -> None:
     """Stage the index of a save, which leads to the files where they are staged."""
     staged = {name: f"{os.path.basename(folder)}/{file_name}" for name, file_name in weight_map.items()}
     content = {"metadata": metadata or {}, "weight_map": staged}
-    write_bytes(os.path.join(folder, STAGED_INDEX), _index_content(content))
+    write_bytes(os.path.join(folder, name), _index_content(content))
 
 
 def read_index(path: str) -> dict[str, str]:
@@ -183,32 +169,31 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
     """The staged files that tables of contents and indices in a folder refer to, and the names of such indices. What
     cannot be read refers to nothing: no reader can start from it."""
     files, indices = set[str](), list[str]()
-    for name in sorted(os.listdir(directory)):
-        is_manifest, variant = variant_of_manifest(name)
+    for table in filter(None, map(MANIFEST.fullmatch, sorted(os.listdir(directory)))):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            if is_manifest and (manifest := read_manifest(directory, variant)).staging == staging:
-                files.update(manifest.files)
-                _finish_index(directory, staging, manifest.files, variant)
-    for name in sorted(os.listdir(directory)):
-        extension, variant, diffusers = variant_of_index(name)
+            if (manifest := read_manifest(directory, table[1])).staging == staging:
+                files |= manifest.files.keys()
+                _finish_indices(directory, staging, manifest.files)
+    for name in filter(INDEX.fullmatch, sorted(os.listdir(directory))):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            places = read_index(os.path.join(directory, name)).values() if extension is not None else ()
+            places = read_index(os.path.join(directory, name)).values()
             own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
-            if own and all(file in files or is_shard(file, str(extension), variant, diffusers) for file in own):
+            if own and all(file in files or is_shard(file, name) for file in own):
                 files |= own
                 indices.append(name)
     return files, indices
 
 
-def _finish_index(directory: str, staging: str, files: Collection[str], variant: str | None) -> None:
+def _finish_indices(directory: str, staging: str, files: Collection[str]) -> None:
     """If a table of contents was replaced and the index that goes with it was not, replace the index too: plain
     transformers would read the new files by the old one."""
-    staged = os.path.join(directory, staging, STAGED_INDEX)
-    places = set(read_index(staged).values()) if is_regular(staged) else set()
-    if places and places <= {f"{staging}/{file}" for file in files}:
-        extension = os.path.splitext(places.pop())[1]
-        _replace(staged, os.path.join(directory, weight_file_names(extension, variant, is_diffusers(directory))[1]))
-        flush_file(directory)
+    folder = os.path.join(directory, staging)
+    for name in filter(INDEX.fullmatch, os.listdir(folder)):
+        staged = os.path.join(folder, name)
+        places = set(read_index(staged).values()) if is_regular(staged) else set()
+        if places and places <= {f"{staging}/{file}" for file in files}:
+            _replace(staged, os.path.join(directory, name))
+            flush_file(directory)
 
 
 def _remove_staging(folder: str) -> None:

@@ -16,13 +16,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.contents import folders_in, has_table, remove_older, step_folder
+from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.load import checked_weights
-from penstock.checkpoint.model_methods import checkpoint_comm, loss_scale_of, saving_rank, unwrapped
+from penstock.checkpoint.model_methods import loss_scale_of, saving_ranks, unwrapped
 from penstock.checkpoint.plan import CheckpointRanks
-from penstock.checkpoint.save import HostMemory, PendingSave
+from penstock.checkpoint.save import Saver
 from penstock.checkpoint.save import save_checkpoint as save_to
-from penstock.checkpoint.training_state import LOSS_SCALE, Run, TrainingState, TrainingStateLoad, undone_if_it_fails
+from penstock.checkpoint.training_state import (
+    LOSS_SCALE,
+    Run,
+    TrainingState,
+    checked_training_state,
+    undone_if_it_fails,
+)
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
@@ -128,13 +134,12 @@ def save_checkpoint(
     with run.saving():
         world = run.comm()
         saver.finish(world)
-        saver.pending = save_to(
+        save_to(
             model,
             path,
             state,
-            place=saving_rank(run.engine),
             world_comm=world,
-            memory=saver.memory if asynchronous else None,
+            saver=saver if asynchronous else None,
             given_up=run.lost,
             afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last),
         )
@@ -224,22 +229,21 @@ def _load_newest(
     damaged: dict[str, str] = {}
 
     def look() -> list[str]:
-        found = [] if world.rank or not os.path.isdir(folder) else folders_in(folder)
-        return [path for path, step in found if which in (LATEST, step) and has_table(path)]
+        found = [] if world.rank or not os.path.isdir(folder) else find_checkpoints(folder)
+        return [one.path for one in found if which in (LATEST, one.step) and one.has_table]
 
     for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
         try:
             copy_weights, manifest = checked_weights(model, path, world)
-            training = TrainingStateLoad(model, path, state, world, saving_rank(run.engine).pipeline, manifest=manifest)
+            apply, found = checked_training_state(model, path, state, world, manifest=manifest)
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
         with undone_if_it_fails(state):
-            world.together(f"restoring the training state to load {path}", training.apply)
+            world.together(f"restoring the training state to load {path}", apply)
             world.together(f"copying the weights to load {path}", copy_weights)
         for other, reason in damaged.items() if world.rank == 0 else ():
             logger.warning("passed over the checkpoint %s: %s", other, reason)
-        found = training.result()
         run.go_on(found.run)
         return Checkpoint(path, found.step, found.extra, damaged)
     if damaged:
@@ -278,7 +282,7 @@ class Participants:
             return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
     def comm(self) -> CheckpointRanks:
-        return checkpoint_comm(self.engine)
+        return saving_ranks(self.engine)
 
     @property
     def elastic(self) -> Any:
@@ -329,25 +333,10 @@ class Participants:
             self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"
 
 
-class _Saver:
-    """State of a model's asynchronous saves: the host memory, and the save under way."""
-
-    def __init__(self) -> None:
-        self.memory = HostMemory()
-        self.pending: PendingSave | None = None
-
-    def finish(self, world: CheckpointRanks) -> None:
-        """Wait for the save under way on all ranks; raises on all of them what went wrong on any."""
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            world.together(f"writing the files to save to {pending.directory}", pending.finish)
-
-
-def _saver_of(model: PreTrainedModel) -> _Saver:
+def _saver_of(model: PreTrainedModel) -> Saver:
     record = record_of(model)
-    if record.saver is None:
-        record.saver = _Saver()
-    saver: _Saver = record.saver
+    saver: Saver = record.saver or Saver()
+    record.saver = saver
     return saver
 
 

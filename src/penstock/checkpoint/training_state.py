@@ -10,8 +10,8 @@ import copy
 import io
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.modeling.weights.whole import tensor_parallel_place
 
-from .files import flush_file, load_data, plain_content, write_bytes, writing
+from .files import load_data, plain_content, replace_file, writing
 from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
 from .optimizer_state import (
     OptimizerState,
@@ -31,7 +31,7 @@ from .optimizer_state import (
     restore_optimizer,
     written_elsewhere,
 )
-from .plan import CheckpointRanks, TrainingReport
+from .plan import CheckpointRanks, SavingReport, writers_of
 from .random_states import capture_random_state, check_random_state, restore_random_state
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of
@@ -80,15 +80,13 @@ class Common:
 
 
 def collect_training_state(
-    model: nn.Module, state: TrainingState, pipeline: int, is_writer: bool
-) -> tuple[TrainingReport, torch.Tensor, OptimizerState]:
-    """Read the share of a rank of this pipeline: what the others are told, the states of its random generators, which
-    go to the rank that leads, and what its optimizer holds."""
+    model: nn.Module, state: TrainingState, is_writer: bool
+) -> tuple[torch.Tensor, OptimizerState]:
+    """Read this rank's share: the states of its random generators, which go to the rank that leads, and of what its
+    optimizer holds what it writes."""
     found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
-    found = found if is_writer else written_elsewhere(model, found)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
-    report = TrainingReport(pipeline, len(data), found.members, found.values)
-    return report, torch.frombuffer(data, dtype=torch.uint8), found
+    return torch.frombuffer(data, dtype=torch.uint8), found if is_writer else written_elsewhere(model, found)
 
 
 def random_key(rank: int) -> str:
@@ -96,17 +94,12 @@ def random_key(rank: int) -> str:
     return f"{SEPARATOR}random.{rank}"
 
 
-def common_content(
-    state: TrainingState,
-    groups: Sequence[Mapping[str, Any]],
-    reports: Sequence[TrainingReport],
-    pipeline: Sequence[TrainingReport],
-) -> bytes:
-    """The file that every rank reads whole, from the reports of all ranks, and of those that write. Raises
-    CheckpointError if something in the state could only be loaded by running code."""
+def common_content(state: TrainingState, groups: Sequence[Mapping[str, Any]], reports: Sequence[SavingReport]) -> bytes:
+    """The file that every rank reads whole, from the reports of all ranks. Raises CheckpointError if something in the
+    state could only be loaded by running code."""
     members: list[list[str]] = []
     values: dict[str, dict[str, Any]] = {}
-    for report in pipeline:
+    for report in (reports[rank] for rank in writers_of(reports)):
         for number, names in enumerate(report.members):
             if number == len(members):
                 members.append([])
@@ -116,7 +109,7 @@ def common_content(
         step=state.step,
         extra=dict(state.extra),
         objects={name: state_of(stateful) for name, stateful in state.objects.items()},
-        pipelines=[report.pipeline for report in reports],
+        pipelines=[report.place.pipeline for report in reports],
         members=members,
         values=values,
         groups=None if state.optimizer is None else [dict(group) for group in groups],
@@ -133,84 +126,74 @@ def load_training_state(
     *,
     world_comm: CheckpointRanks,
     variant: str | None = None,
-    pipeline: int = 0,
-) -> TrainingState:
-    """Load a training state into the objects of `state`, which is returned with the saved numbers, on any layout.
+) -> Common:
+    """Load a training state into the objects of `state`, on any layout; the saved numbers are in what is returned.
     Raises CheckpointError if a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
     something of its state cannot be sharded for another tensor-parallel size. Nothing has changed then."""
     directory = os.path.abspath(directory)
-    load = TrainingStateLoad(model, directory, state, world_comm, pipeline, variant)
+    apply, common = checked_training_state(model, directory, state, world_comm, variant)
     with undone_if_it_fails(state):
-        world_comm.together(f"restoring the training state to load {directory}", load.apply)
-    return load.result()
+        world_comm.together(f"restoring the training state to load {directory}", apply)
+    return common
 
 
-class TrainingStateLoad:
-    """What `load_training_state` does on one rank, which checks with all others that the state is whole and fits, or
-    raises CheckpointError. Nothing has changed before `apply`."""
+def checked_training_state(
+    model: nn.Module,
+    directory: str,
+    state: TrainingState,
+    world: CheckpointRanks,
+    variant: str | None = None,
+    manifest: Manifest | None = None,
+) -> tuple[Callable[[], None], Common]:
+    """Check on all ranks that a training state is whole and fits, or raise CheckpointError; what gives everything its
+    saved state on this rank, and what every rank reads whole. `manifest`: the table of contents, if it is known."""
+    commons, readers = list[Common](), list[CheckpointReader]()
+    random: dict[int, dict[str, Any]] = {}
+    mine: dict[str, Resharding] = {}
 
-    def __init__(
-        self,
-        model: nn.Module,
-        directory: str,
-        state: TrainingState,
-        world: CheckpointRanks,
-        pipeline: int = 0,
-        variant: str | None = None,
-        manifest: Manifest | None = None,
-    ) -> None:
-        self._model, self._directory, self._state = model, directory, state
-        self._world, self._pipeline, self._variant, self._manifest = world, pipeline, variant, manifest
-        self._random: dict[int, dict[str, Any]] = {}
-        self._mine: dict[str, Resharding] = {}
-        # Of each rank its pipeline, and the parameters in its optimizer.
-        self._held = world.together(f"checking the training state to load {directory}", self._check)
-
-    def _check(self) -> tuple[int, list[str]]:
-        model, directory, state = self._model, self._directory, self._state
-        manifest = self._manifest or whole_manifest(directory, self._variant, type(model).__name__)
-        self._common = common = read_common(manifest, directory)
+    def check() -> tuple[int, list[str]]:
+        table = manifest or whole_manifest(directory, variant, type(model).__name__)
+        common, reader = read_common(table, directory), CheckpointReader(directory, table, TRAINING, place)
+        commons.append(common)
+        readers.append(reader)
         if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
             raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
-        self._reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
         saved = common.pipelines
-        first = saved.index(self._pipeline) if self._pipeline in saved else 0
-        for rank in dict.fromkeys([first, min(self._world.rank, len(saved) - 1)]):
-            self._random[rank] = read_random_state(self._reader, rank)
+        first = saved.index(pipeline) if pipeline in saved else 0
+        for rank in dict.fromkeys([first, min(world.rank, len(saved) - 1)]):
+            random[rank] = read_random_state(reader, rank)
         if state.optimizer is None:
-            return self._pipeline, []
+            return pipeline, []
         if common.groups is None:
             raise CheckpointError(f"{directory} has no optimizer state")
-        saved_shapes = {key: location.info.shape for key, location in self._reader.locations.items()}
-        self._mine = reshardings_of(model, state.optimizer, manifest, saved_shapes)
-        self._reader.verify(self._mine)
+        saved_shapes = {key: location.info.shape for key, location in reader.locations.items()}
+        mine.update(reshardings_of(model, state.optimizer, table, saved_shapes))
+        reader.verify(mine)
         members = collect_optimizer(model, state.optimizer).members  # which refuses parameters that are not the model's
-        return self._pipeline, [name for group in members for name in group]
+        return pipeline, [name for group in members for name in group]
 
-    def apply(self) -> None:
-        """Give everything its saved state."""
-        common, state = self._common, self._state
+    def apply() -> None:
         if state.optimizer is not None:
             saved = {name for group in common.members for name in group}
-            if lost := sorted(saved - {name for _, names in self._held for name in names}):
+            if lost := sorted(saved - {name for _, names in held for name in names}):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, self._reader.read(key, sharding)) for key, sharding in self._mine.items())
-            groups = (common.groups or [], common.members, common.values)
-            kind = common.optimizer or "another optimizer"
-            restore_optimizer(self._model, state.optimizer, *groups, tensors, kind)
-            for parameter in parameters_by_name(self._model, state.optimizer).values():
+            tensors = ((key, reader.read(key, sharding)) for key, sharding in mine.items())
+            whole = OptimizerState(common.groups or [], common.members, common.values)
+            restore_optimizer(model, state.optimizer, whole, tensors, common.optimizer or "another optimizer")
+            for parameter in parameters_by_name(model, state.optimizer).values():
                 parameter.grad = None  # of another run's step
         for name, stateful in state.objects.items():
             if name in common.objects:
-                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self._directory}")
+                restore_object(stateful, common.objects[name], f"the state of {name!r} in {directory}")
         # On another layout those of a pipeline go on as its first rank's, or the first of all if there was none such.
-        alike = common.pipelines == [pipeline for pipeline, _ in self._held]
-        first = next(iter(self._random))
-        restore_random_state(self._random[self._world.rank if alike else first])
+        alike = common.pipelines == [one for one, _ in held]
+        restore_random_state(random[world.rank if alike else next(iter(random))])
 
-    def result(self) -> TrainingState:
-        """The state with the saved numbers."""
-        return replace(self._state, step=self._common.step, extra=self._common.extra, run=self._common.run)
+    place, pipeline = tensor_parallel_place(model), world.place.pipeline
+    # Of each rank its pipeline, and the parameters in its optimizer.
+    held = world.together(f"checking the training state to load {directory}", check)
+    (common,), (reader,) = commons, readers
+    return apply, common
 
 
 @contextlib.contextmanager
@@ -340,20 +323,9 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
             return
         data = plain_data(content, "it")
         folder, name = os.path.split(path)
-        draft = os.path.join(folder, f".{name}.saving")
         with writing(path, "plain data", len(data)):
             os.makedirs(folder, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(draft)  # of a save that was killed
-            try:
-                write_bytes(draft, data)
-                flush_file(draft)
-                os.replace(draft, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.remove(draft)
-                raise
-            flush_file(folder)
+            replace_file(path, data, os.path.join(folder, f".{name}.saving"))
 
     world_comm.together(f"writing the file to save {path}", write, f"what was in {path} before is intact")
 
