@@ -83,11 +83,10 @@ class ModelFolder(Folder):
         if quantizer is not None and place.is_writer and self.options.state_dict is None:
             state, self.metadata = quantizer.get_state_dict_and_metadata(self.model)
             self.options = replace(self.options, state_dict=state)
+        if place.is_leader:
+            self.sides = write_side_files(self.model, folder)
         report = super().report(place, folder)
         return replace(report, names=[json.dumps(self.metadata)] if self.metadata else [])
-
-    def lead(self, folder: str) -> tuple[list[str], list[str]]:
-        return write_side_files(self.model, folder), []
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
@@ -221,12 +220,15 @@ class AdapterFolder(Folder):
     select: Callable[[State], State]
     write_files: Callable[[str, State], None]
 
-    def lead(self, folder: str) -> tuple[list[str], list[str]]:
+    def report(self, place: SavingRank, folder: str) -> SavingReport:
+        report = super().report(place, folder)
+        if not place.is_leader:
+            return report
         state = {name: outline(tensor) for name, tensor in whole_state(self.model).items()}
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
-        return [], [name for name in state if name in needed]
+        return replace(report, names=[name for name in state if name in needed])
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         leader = writers_of(reports)[0]

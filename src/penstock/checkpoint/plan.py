@@ -140,16 +140,9 @@ class Folder:
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         """Look at what this rank holds. The rank that leads writes the small files to `folder`."""
-        names: list[str] = []
         if place.is_writer:
             self.given = held_state(self.model, self.options.state_dict)
-        if place.is_leader:
-            self.sides, names = self.lead(folder)
-        return SavingReport(place, names, describe_holdings(self.model, self.given))
-
-    def lead(self, folder: str) -> tuple[list[str], list[str]]:
-        """On the rank that leads: write the small files; their names, and what it has to tell the others."""
-        return [], []
+        return SavingReport(place, holdings=describe_holdings(self.model, self.given))
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         """The files in which this rank has a part, in an order that is the same on all ranks."""

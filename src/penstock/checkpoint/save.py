@@ -14,15 +14,17 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from penstock.runtime.failures.keys import in_thread
 
 from .files import Behind, write_bytes, writing
 from .folders import ModelFolder, RankFiles
@@ -217,7 +219,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
-        self._pending: _Pending | None = None
+        self._pending: Future[None] | None = None
 
     def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors, contiguous and each in memory of its own size; names of one tensor get one copy."""
@@ -239,52 +241,37 @@ class Saver:
 
     def start(self, directory: str, write: Callable[[], None]) -> None:
         """Have files written to `directory` by a thread."""
-        self._pending = _Pending(directory, write)
+        # A daemon: Python waits at its end for other threads, whatever they wait for.
+        self._pending = in_thread(write, "penstock-save")
+        _pending[self._pending] = directory
 
     def finish(self, ranks: CheckpointRanks) -> None:
         """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            ranks.together(f"writing the files to save to {pending.directory}", pending.finish)
+            ranks.together(f"writing the files to save to {_pending[pending]}", lambda: _finish(pending))
 
 
-class _Pending:
-    """Files that a thread writes. What nobody has finished yet lives until the program ends."""
+# Saves that nobody has finished yet, each with its folder.
+_pending: dict[Future[None], str] = {}
 
-    every: ClassVar[set[_Pending]] = set()
 
-    def __init__(self, directory: str, write: Callable[[], None]) -> None:
-        self.directory = directory
-        self._error: BaseException | None = None
-        # Python waits at its end for threads that are no daemons, whatever they wait for.
-        self._thread = threading.Thread(target=self._run, args=[write], name="penstock-save", daemon=True)
-        self.every.add(self)
-        self._thread.start()
-
-    def finish(self) -> None:
-        """Wait for this rank's part; raises what went wrong with it."""
-        self._thread.join()
-        self.every.discard(self)
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
+def _finish(save: Future[None]) -> None:
+    wait([save])
+    del _pending[save]
+    save.result()
 
 
 @atexit.register
 def _finish_all() -> None:
     """Wait for what is being written. A failure that nobody was told of ends the program with status 1."""
     failed = False
-    for save in list(_Pending.every):
+    for save, directory in list(_pending.items()):
         try:
-            save.finish()
+            _finish(save)
         except BaseException:
             failed = True
-            print(f"the checkpoint {save.directory} could not be written:", file=sys.stderr)
+            print(f"the checkpoint {directory} could not be written:", file=sys.stderr)
             traceback.print_exc()
     if failed:
         logging.shutdown()
