@@ -265,7 +265,7 @@ def merge_checkpoint(
             advice = "One with adapters is merged by merge_and_unload() in its run"
             raise CheckpointError(f"{error}. The model is what its config.json says. {advice}") from None
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-    folder = _Merged(model, options, path, _WholeTensors(reader, sources))
+    folder = _Merged(model, options, path, reader, sources)
     Save(folder, directory, CheckpointRanks()).run()
     return folder.files
 
@@ -275,21 +275,32 @@ class _Merged(ModelFolder):
     """What `save_pretrained` would write, of the files of a parallel checkpoint."""
 
     source: str
-    state: _WholeTensors
+    reader: CheckpointReader
+    # For each name of the model that under which the checkpoint has it.
+    names: Mapping[str, str]
 
     @property
     def diffusers(self) -> bool:
         return is_diffusers(self.source)
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        self.given = self.state
         self.sides = [name for name in sorted(os.listdir(self.source)) if is_configuration(name)]
         for name in self.sides:
             with open_plain(os.path.join(self.source, name)) as file:
                 write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} or set(self.state)
-        holdings = {name: Holding(*self.state.describe(name), name in parameters) for name in self.state}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} or self.names
+        holdings = {
+            name: Holding(self.reader.whole_shape(own), self.reader.locations[own].info.dtype, name in parameters)
+            for name, own in self.names.items()
+        }
         return SavingReport(place, holdings=holdings)
+
+    def get(self, name: str) -> torch.Tensor:
+        """Read a tensor, and join it from its shards."""
+        own = self.names[name]
+        sharding = Resharding(self.reader.saved_sharding(own))
+        self.reader.verify({own: sharding})
+        return self.reader.read(own, sharding)
 
 
 def _model_of(path: str, manifest: Manifest) -> nn.Module:
@@ -315,28 +326,3 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
             f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
         )
     return model
-
-
-@dataclass(frozen=True)
-class _WholeTensors(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by all of their names, each read and joined from its shards when it is asked for."""
-
-    reader: CheckpointReader
-    sources: Mapping[str, str]
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """A tensor's whole shape, and its dtype."""
-        source = self.sources[name]
-        return self.reader.whole_shape(source), self.reader.locations[source].info.dtype
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        source = self.sources[name]
-        sharding = Resharding(self.reader.saved_sharding(source))
-        self.reader.verify({source: sharding})
-        return self.reader.read(source, sharding)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sources)
-
-    def __len__(self) -> int:
-        return len(self.sources)

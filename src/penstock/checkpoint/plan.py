@@ -144,6 +144,10 @@ class Folder:
             self.given = held_state(self.model, self.options.state_dict)
         return SavingReport(place, holdings=describe_holdings(self.model, self.given))
 
+    def get(self, name: str) -> torch.Tensor:
+        """What this rank holds under a name, on the CPU."""
+        return self.given[name].cpu().contiguous()
+
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
         """The files in which this rank has a part, in an order that is the same on all ranks."""
         raise NotImplementedError
@@ -207,9 +211,6 @@ def each_file(
             failures.append(error)
             return None
 
-    def own(name: str) -> torch.Tensor:
-        return folder.given[name].cpu().contiguous()
-
     def write(file: FilePlan, gathered: dict[str, torch.Tensor]) -> None:
         do(file, {**file.own, **gathered} if file.data is None else file.data())
 
@@ -220,7 +221,7 @@ def each_file(
             for rank in source.ranks:
                 if ranks.rank not in (rank, file.writer):
                     continue
-                tensor = attempt(own, name) if ranks.rank == rank else None
+                tensor = attempt(folder.get, name) if ranks.rank == rank else None
                 parts.append(source.empty() if tensor is None else tensor)
                 if ranks.rank != file.writer:
                     ranks.send(parts[-1], file.writer, f"giving {name} for {file.name}")

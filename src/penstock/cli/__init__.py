@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from penstock import __version__
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.cli import bench, checkpoints, models, plans, schedules
 
 
@@ -25,7 +26,7 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # the reader of our output has left; click ends quietly
-        except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        except (ValueError, NotImplementedError, OSError, ImportError, CheckpointError) as error:
             text = str(error) or type(error).__name__
             if isinstance(error, OSError) and error.filename is not None:
                 text = f"{error.filename}: {error.strerror}"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.pictures.tables import wrapped
 
 _SHOWN = 12
@@ -27,14 +28,13 @@ def inspect(
     Example: penstock inspect runs/gpt2
     """
     from penstock.checkpoint.contents import inspect_folder
-    from penstock.checkpoint.untrusted import CheckpointError
 
     try:
         found = inspect_folder(folder, values=not quick)
     except CheckpointError as error:
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             raise ValueError(f"{folder} is an ordinary checkpoint of transformers: nothing to inspect") from error
-        raise ValueError(str(error)) from error
+        raise
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -86,14 +86,10 @@ def merge(
     Example: penstock merge runs/gpt2 gpt2-trained --max-shard-size 2GB
     """
     from penstock.checkpoint.contents import merge_checkpoint
-    from penstock.checkpoint.untrusted import CheckpointError
 
     if not overwrite and out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists: name another folder, or give --overwrite")
-    try:
-        merge_checkpoint(folder, out, safe_serialization=safetensors, max_shard_size=max_shard_size)
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
+    merge_checkpoint(folder, out, safe_serialization=safetensors, max_shard_size=max_shard_size)
     files = sorted(path.name for path in out.iterdir())
     if as_json:
         print(json.dumps({"folder": str(out), "files": files}))
