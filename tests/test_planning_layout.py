@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.weights.names import unit_of
+from penstock.pictures.describe import segments
 from penstock.runtime.gradients.ownership import find_holders
 
 UNITS = [f"u.{index}" for index in range(6)]
@@ -49,14 +50,14 @@ def test_segments_are_the_runs_of_units_with_the_same_holders(seed: int) -> None
         size = draw.randint(1, len(units))
         pipelines.append(split(units, sorted(draw.sample(range(1, len(units)), size - 1))))
     layout = Layout.place(pipelines)
-    segments = layout.segments()
-    assert [unit for segment in segments for unit in segment.units] == units
-    for segment in segments:
+    found = segments(layout)
+    assert [unit for segment in found for unit in segment.units] == units
+    for segment in found:
         assert all(layout.holders(unit) == segment.ranks for unit in segment.units)
         assert len(segment.ranks) == len(pipelines)
     # Neighbours differ, so no segment could be longer; the number is bounded by the boundaries.
-    assert all(one.ranks != other.ranks for one, other in pairwise(segments))
-    assert len(segments) <= 1 + sum(len(stages) - 1 for stages in pipelines)
+    assert all(one.ranks != other.ranks for one, other in pairwise(found))
+    assert len(found) <= 1 + sum(len(stages) - 1 for stages in pipelines)
 
 
 def test_a_tied_weight_is_held_by_all_stages_of_its_names_and_a_loose_one_by_everybody() -> None:

@@ -20,6 +20,7 @@ from kinds.device_pipeline import DevicePipeline
 from kinds.measure import Clock
 from kinds.models import GPT, ShardedGPT, apply_policy, next_token_loss, resnet, sequential_gpt, sharded_resnet
 from kinds.options import Options
+from penstock.data.batch import MicrobatchedBatch
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.modeling.graph.costs import unit_costs
@@ -185,8 +186,8 @@ class Pipelines(Contestant):
         on_device = {name: tensor.to(self._device) for name, tensor in batch.items()}
         mine = split(on_device, self._counts)[self._index]
         first = sum(self._counts[: self._index])
-        sizes = [len(microbatch["input_ids"]) for microbatch in mine]
-        for out in self.pipeline.train_microbatches(mine, sizes, first_microbatch=first):
+        share = MicrobatchedBatch(mine, len(batch["input_ids"]), first_microbatch=first)
+        for out in self.pipeline.train(share):
             with clock.phase("backward"):
                 out.loss.backward()
         report = self.pipeline.last_step

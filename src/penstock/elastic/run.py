@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,7 +366,7 @@ class ElasticRun:
         engine = self.engine
         if self._restoring or engine.with_owners is None:
             return ()
-        here = engine.value_names
+        here = _value_names(engine)
         return tuple(name for name in engine.known if name in here and name not in engine.elsewhere)
 
     def _held_units(self) -> tuple[str, ...]:
@@ -375,7 +375,7 @@ class ElasticRun:
             return ()
         engine = self.engine
         units = engine.layout.units
-        known, lacking = engine.value_names, set[str | None]()
+        known, lacking = _value_names(engine), set[str | None]()
         for names in engine.split.aliases:
             if names[0] not in known:
                 lacking.update(unit_of(name, units) for name in names)
@@ -434,3 +434,8 @@ class Change:
             f"generation {self.generation} at step {self.step}: {who or self.cause}; now {' + '.join(self.pipelines)} "
             f"(stages x microbatches){back}; {self.total:.2f} s: {phases}"
         )
+
+
+def _value_names(engine: Engine) -> Collection[str]:
+    """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
+    return engine.values_here() | engine.given if engine.had is None else engine.had

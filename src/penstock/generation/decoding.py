@@ -15,9 +15,10 @@ wait for each other, and messages of different groups need not be told apart.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -54,6 +55,8 @@ NO_TOKEN = -1
 # CPU, and on accelerators, where not measured.
 LEAST_TOKENS = 256
 LEAST_TOKENS_ELSEWHERE = 2048
+# Seconds that ranks on which a generation failed wait for the others to have stopped at the same place.
+AGREEMENT_WAIT = 3.0
 
 
 def decoding_of(engine: Engine) -> Decoding:
@@ -179,14 +182,29 @@ class Decoding:
         except BaseException as error:
             # An exchange that failed has closed the pipeline already.
             if self._board.failed is None:
-                stopped = f"generation/{self._num_sessions}", str(self.exchanges), self.ranks  # all of them here?
-                if isinstance(error, Exception) and self._board.agree(*stopped):
+                if isinstance(error, Exception) and self._all_stopped_here():
                     self._settle()
                 else:
                     self._board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
             self.running = False
+
+    def _all_stopped_here(self) -> bool:
+        """Whether every rank says within some seconds that it has stopped at this place."""
+        key, place, ours = f"generation/{self._num_sessions}", str(self.exchanges), self._board.keys
+        if len(self.ranks) == 1 or ours is None:
+            return len(self.ranks) == 1
+        keys, deadline = [f"{key}/{rank}" for rank in self.ranks], time.monotonic() + AGREEMENT_WAIT
+        with suppress(Exception):  # the store may be gone
+            ours.put(f"{key}/{self._context.rank}", place)
+            # Not the store's own wait: it prints a long message when it times out.
+            while not ours.ask(lambda: ours.store.check(keys)):
+                if time.monotonic() > deadline or self._board.failed is not None:
+                    return False
+                time.sleep(0.005)
+            return all(ours.get(each) == place for each in keys)
+        return False
 
     def in_groups(self, loops: Sequence[Callable[[], T]]) -> list[T]:
         """Run one loop for each group of a batch, all of which make their forwards on the stages; return what they do.

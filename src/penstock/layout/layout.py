@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from operator import attrgetter
 
 Units = tuple[str, ...]
@@ -61,14 +60,6 @@ class Place:
     pipeline: int
     pipeline_rank: int
     tensor_parallel_rank: int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A maximal run of units that every pipeline keeps together, and its holders (global ranks, one per pipeline)."""
-
-    units: Units
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,3 @@ class Layout:
         places = [self.place_of(rank) for rank in ranks]
         stages = {(place.pipeline, place.pipeline_rank) for place in places}
         return len(stages) > len({place.pipeline for place in places})
-
-    def segments(self) -> list[Segment]:
-        """The segments in forward order: at most 1 + the sum of (stages - 1) over the pipelines."""
-        return [Segment(tuple(units), ranks) for ranks, units in groupby(self.units, self.holders)]

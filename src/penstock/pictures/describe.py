@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class LayoutDescription:
             "ranks": self.layout.world_size,
             "microbatch_size": self.microbatch_size,
             "global_batch_size": self.global_batch_size,
-            "segments": len(self.layout.segments()),
+            "segments": len(segments(self.layout)),
             "pipelines": pipelines,
         }
 
@@ -111,7 +112,7 @@ class LayoutDescription:
         return (
             f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
             f"{self.global_batch_size} samples; schedule {self.schedule_names}; gradients are summed in "
-            f"{len(self.layout.segments())} segment(s); costs are {LENGTH}"
+            f"{len(segments(self.layout))} segment(s); costs are {LENGTH}"
         )
 
     def simulate(self) -> LayoutSimulation:
@@ -178,13 +179,26 @@ class LayoutDescription:
     def _segments(self, height: float) -> Iterator[str]:
         """Dashed lines where some pipeline has a boundary: between two of them lies a segment."""
         step, position = WIDTH / len(self.layout.units), 0
-        for segment in self.layout.segments()[:-1]:
+        for segment in segments(self.layout)[:-1]:
             position += len(segment.units)
             x = LEFT + position * step
             yield (
                 f'<line x1="{x:.1f}" y1="{TOP - 8:.0f}" x2="{x:.1f}" y2="{height - 30:.0f}" stroke="{FAINT}" '
                 'stroke-dasharray="3 3"/>'
             )
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A maximal run of units that every pipeline keeps together, and its holders (global ranks, one per pipeline)."""
+
+    units: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def segments(layout: Layout) -> list[Segment]:
+    """The segments in forward order: at most 1 + the sum of (stages - 1) over the pipelines."""
+    return [Segment(tuple(units), ranks) for ranks, units in groupby(layout.units, layout.holders)]
 
 
 def describe_pipelines(

@@ -11,7 +11,7 @@ import inspect
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +33,8 @@ from penstock.runtime.comm.settings import (
     Settings,
     SettingsMismatch,
     bits_of,
-    settings_in_words,
+    in_words,
+    number_in_words,
     states_of_stages,
 )
 from penstock.runtime.context import RankContext
@@ -251,11 +252,6 @@ class Engine:
         return {one.name for one in self.held if self.rank not in one.keepers}
 
     @property
-    def value_names(self) -> Collection[str]:
-        """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
-        return self.values_here() | self.given if self.had is None else self.had
-
-    @property
     def weight_gradients(self) -> WeightGradientQueues:
         """Where a module of your own may leave the weight gradients of its backward for their W action."""
         return self.parts.gradients.queues
@@ -265,35 +261,19 @@ class Engine:
     def train(self, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> TrainingLoop:
         """A training step on this pipeline's batch: yields each microbatch's output, whose loss wants a `backward()`.
 
-        The batch is checked now, before any communication; the step runs as the caller iterates.
+        The batch is checked now, before any communication; the step runs as the caller iterates. A pipeline may have no
+        microbatch at all, but must take part.
         """
-        first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), None)
         self.refuse_if_over()
         self.parts.open_step.refuse("another training step")
-        return self.train_microbatches(
-            *self.microbatches(inputs), first_microbatch=first, criterion=criterion, digest=fingerprint(inputs)
-        )
-
-    def train_microbatches(
-        self,
-        microbatches: Sequence[Mapping[str, Any]],
-        sizes: Sequence[int],
-        *,
-        first_microbatch: int | None = None,
-        criterion: Criterion | None = None,
-        digest: int = 0,
-    ) -> TrainingLoop:
-        """`train` on a batch that is split already; `sizes` are the microbatches' numbers of samples.
-
-        `first_microbatch` is the index of the first one in the global batch; by default the pipelines before this one
-        are taken to have as many as this one. A pipeline may have no microbatch at all, but must take part.
-        """
-        if first_microbatch is None:
-            first_microbatch = self.place.pipeline * len(microbatches)
-        inputs = self.prepare(microbatches, sizes, first_microbatch, criterion, training=True)
-        refuse_without_loss(self.split.model, inputs)
+        microbatches, sizes = self.microbatches(inputs)
+        # By default the pipelines before this one are taken to have as many as this one.
+        usual = self.place.pipeline * len(microbatches)
+        first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), usual)
+        prepared = self.prepare(microbatches, sizes, first, criterion, training=True)
+        refuse_without_loss(self.split.model, prepared)
         if self.context.holds_output:
-            warn_of_inexact_loss(self.split.model, inputs)
+            warn_of_inexact_loss(self.split.model, prepared)
         schedule = self.parts.schedule(len(microbatches))
         if microbatches:
             check_trains(schedule)
@@ -305,12 +285,12 @@ class Engine:
                 self.parts.gradients,
                 self.parts.totals,
                 self.parts.program(len(microbatches)),
-                inputs,
+                prepared,
                 reduce_gradients=self.synchronises,
                 loss_scale=self.loss_scale,
                 own_means=self.own_means,
             )
-            settings = self.parts.settings(digest, inputs, self.loss_scale, self.synchronises)
+            settings = self.parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
         return TrainingLoop(step, partial(self._run, step, settings), self.parts.open_step)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
@@ -459,7 +439,7 @@ class Engine:
             for number, name in enumerate(("norm_type", "max_norm")):
                 values = {rank: facts[number] for rank, facts in said.items()}
                 if len(set(values.values())) > 1:
-                    raise SettingsMismatch(f"the gradient norm's {name} differs: {settings_in_words(values)}")
+                    raise SettingsMismatch(f"the gradient norm's {name} differs: {in_words(values, number_in_words)}")
             yield
 
     def refuse_if_over(self) -> None:

@@ -18,11 +18,11 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
 from penstock.runtime.comm.settings import (
     FrozenParameters,
-    Modes,
     Settings,
     SettingsMismatch,
     autocast_code,
     bits_of,
+    modes_digest,
     refuse_frozen_on_some,
 )
 from penstock.runtime.comm.totals import Totals
@@ -95,7 +95,7 @@ class Parts:
             self.held = self._with_owners(self.held, before, context)
         self.gradients = Gradients(self.held, context)
         self._has_owners = any(one.owners for one in self.held)
-        self._modes = Modes(model, context.layout.units)
+        self._modules = [model, *map(model.get_submodule, context.layout.units)]
         self._frozen = FrozenParameters(self.held, context, model)
         self.updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
@@ -155,7 +155,7 @@ class Parts:
             len(inputs.microbatches),
             inputs.plans_checksum(),
             autocast_code(self.context.device),
-            self._modes.digest(),
+            modes_digest(self._modules),
             bits_of(loss_scale),
             int(reduces),
             *self._frozen.numbers(self.updates.changed() if self._has_owners else ()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -142,10 +142,20 @@ def in_words(values: Mapping[int, int], words: Callable[[int], str], verb: str =
     return ", ".join(parts)
 
 
+def bits_of(number: float) -> int:
+    """The bits of a float as an integer, for the roll call."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def number_in_words(bits: int) -> str:
+    """The float whose bits these are."""
+    return f"{struct.unpack('<d', struct.pack('<q', bits))[0]:g}"
+
+
 _COMPARED: tuple[tuple[str, str, Callable[[int], str]], ...] = (
     ("autocast", "autocast", lambda value: str(DTYPES[value - 1]) if value else "none"),
     ("modes", "train or eval mode", lambda value: ("train" if value & 1 else "eval") + f" mode (units {value >> 1:x})"),
-    ("loss_scale", "the loss scale", lambda value: f"{number_of(value):g}"),
+    ("loss_scale", "the loss scale", number_in_words),
     ("reduces", "no_sync()", lambda value: "left it" if value else "entered it"),
 )
 
@@ -156,34 +166,13 @@ def autocast_code(device: torch.device) -> int:
     return 1 + DTYPES.index(torch.get_autocast_dtype(device.type)) if on else 0
 
 
-def settings_in_words(values: Mapping[int, int]) -> str:
-    """Numbers from `bits_of`, by rank, as `rank 0 has 1, ranks 1, 2 have 2`."""
-    return in_words(values, lambda value: f"{number_of(value):g}")
-
-
-def bits_of(number: float) -> int:
-    """The bits of a float as an integer, for the roll call."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def number_of(bits: int) -> float:
-    """The float whose bits these are."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
 _training, _type = attrgetter("training"), attrgetter("dtype")
 
 
-class Modes:
-    """Which parts of a model are in train mode. Every rank has all units, if only as ghosts."""
-
-    def __init__(self, model: nn.Module, units: Iterable[str]):
-        self._modules = [model, *map(model.get_submodule, units)]
-
-    def digest(self) -> int:
-        """See `Settings.modes`."""
-        modes = bytes(map(_training, self._modules))
-        return zlib.crc32(modes[1:]) * 2 + modes[0]
+def modes_digest(modules: Sequence[nn.Module]) -> int:
+    """See `Settings.modes`. `modules`: the model, and its units: every rank has all of them, if only as ghosts."""
+    modes = bytes(map(_training, modules))
+    return zlib.crc32(modes[1:]) * 2 + modes[0]
 
 
 class FrozenParameters:

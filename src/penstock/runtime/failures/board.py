@@ -25,8 +25,6 @@ from penstock.runtime.failures.position import Position
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
 DETAIL_WAIT = 2.0
-# Seconds that ranks which left the training loop wait for the others to have left it at the same place.
-AGREEMENT_WAIT = 3.0
 # How long a rank waits for others before it asks where they are.
 PATIENCE_SECONDS = 10.0
 # How gloo's errors begin, without the path of its source file. NCCL's and the store's have classes.
@@ -118,6 +116,7 @@ class FailureBoard:
         patience: how many seconds this rank waits for others before it asks where they are.
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
+        keys: of the job's store, those of this board; None if there is nobody to tell.
         resume: the calls that load what this run has saved last: of "model", of "optimizer".
 
     Args:
@@ -132,8 +131,7 @@ class FailureBoard:
         self.resume: dict[str, str] = {}
         self.detail_wait = DETAIL_WAIT
         self.failed: PipelineFailure | None = None
-        # For what ranks agree on.
-        self._keys: Keys | None = None if watch is None else watch.keys.within(f"penstock/{name}")
+        self.keys: Keys | None = None if watch is None else watch.keys.within(f"penstock/{name}")
         self._rank = rank
         self._watch = watch
         self._endings = Endings() if watch is None else watch.endings
@@ -179,7 +177,7 @@ class FailureBoard:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
         self._ends.clear()
-        self._keys = None
+        self.keys = None
         if self._watch is not None:
             self._watch.remove(self)
 
@@ -229,10 +227,10 @@ class FailureBoard:
 
     def look_up(self) -> None:
         """Look for a failure in the store, where the watchers are not all connected."""
-        if self._keys is None or self._first is not None:
+        if self.keys is None or self._first is not None:
             return
         with contextlib.suppress(Exception):
-            if written := self._keys.get("failure"):
+            if written := self.keys.get("failure"):
                 self.hear(json.loads(written))
 
     @contextlib.contextmanager
@@ -287,25 +285,6 @@ class FailureBoard:
         said = text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__
         return self.abort(f"lost the connection to {named} while {doing} ({said})", suspects=others)
 
-    def agree(self, key: str, position: str, ranks: Sequence[int]) -> bool:
-        """True if every rank of `ranks` reports the same `position` under `key` within some seconds."""
-        if len(ranks) == 1:
-            return True
-        if self._keys is None:
-            return False
-        ours, keys = self._keys, [f"{key}/{rank}" for rank in ranks]
-        deadline = time.monotonic() + AGREEMENT_WAIT
-        try:
-            ours.put(f"{key}/{self._rank}", position)
-            # Not the store's own wait: it prints a long message when it times out.
-            while not ours.ask(lambda: ours.store.check(keys)):
-                if time.monotonic() > deadline or self.failed is not None:
-                    return False
-                time.sleep(0.005)
-            return all(ours.get(each) == position for each in keys)
-        except Exception:
-            return False
-
     @property
     def failed_at(self) -> float:
         """When this rank learned of the failure, seconds since the epoch; 0 if there is none."""
@@ -339,10 +318,10 @@ class FailureBoard:
 
     def _record(self, mine: Account) -> Account:
         """The first failure on record, which is `mine` if there was none."""
-        if self._keys is None:
+        if self.keys is None:
             return mine
         try:
-            return Account(*json.loads(self._keys.create("failure", json.dumps(mine))))
+            return Account(*json.loads(self.keys.create("failure", json.dumps(mine))))
         except Exception:  # the store lives in the process that may be the one that died, or stands still
             return mine
 
