@@ -34,7 +34,7 @@ BELOW = {
     "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
 }
 # Lines of the package that importing a module may load: whoever changes a training step need not know the rest.
-MOST_LINES = {"initialize": 15_200, "plugin": 16_100, "runtime.engine": 11_250}
+MOST_LINES = {"initialize": 15_000, "plugin": 15_900, "runtime.engine": 11_050}
 
 
 def test_every_public_name_is_there() -> None:
