@@ -159,9 +159,7 @@ class ShardLoading:
             part = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
             self.keeper.keep(parameter, self._shards[name], part)
 
-        # Each tensor is read in its turn: ahead, in threads, transformers would hold many whole ones.
-        in_turn = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
-        with in_turn, mock.patch.object(core_model_loading, "set_param_for_module", set_shard):
+        with _reading_in_turn(), mock.patch.object(core_model_loading, "set_param_for_module", set_shard):
             yield
 
     def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
@@ -208,3 +206,19 @@ def _renewed(model: nn.Module, name: str, dtype: torch.dtype | None = None) -> n
     new = nn.Parameter(torch.empty(old.shape, dtype=dtype or old.dtype, device="meta"), old.requires_grad)
     setattr(model.get_submodule(owner), attribute, new)
     return new
+
+
+@contextlib.contextmanager
+def _reading_in_turn() -> Iterator[None]:
+    """Inside, transformers reads each tensor in its turn: ahead, in threads, it would hold many whole ones. Only this
+    variable is touched: `mock.patch.dict` would empty the environment for a moment, which other threads read."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
