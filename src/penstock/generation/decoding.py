@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -329,8 +328,11 @@ class Decoding:
             stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
         """
         choosing = self.group.tokens_only and call is None
-        with mock.patch.object(self, "inside", True):
+        self.inside = True
+        try:
             plan = self._split.plan(inputs, call=call)
+        finally:
+            self.inside = False
         if plan.controlled:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         if plan.digest not in self._compared:
@@ -340,10 +342,13 @@ class Decoding:
             parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
         for visit in self._forwards.visits:
             self._pass_on(visit[0])
-            inside = mock.patch.object(self, "inside", True)
-            with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad(), inside:
-                for stage, part in product(visit, parts):
-                    self._forwards.run(part, stage, call)
+            with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+                self.inside = True
+                try:
+                    for stage, part in product(visit, parts):
+                        self._forwards.run(part, stage, call)
+                finally:
+                    self.inside = False
         self.group.forwards += 1
         with self._board.guard("exchanging values in generation", self.ranks):
             outputs = [part.output for part in parts]
