@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,12 +80,10 @@ def _evaluation(
             output = None
             if outputs:
                 rule = prepared.plans[0].loss
-                output = merge_outputs(
-                    outputs,
-                    sizes,
-                    () if rule is None else rule.fields,
-                    lambda: shapes_of_one_more(engine, prepared.microbatches[0], sizes[0]),
-                )
+                fields = () if rule is None else rule.fields
+                grown = partial(shapes_of_one_more, engine, prepared.microbatches[0], sizes[0])
+                with torch.no_grad():  # an output may be a parameter itself
+                    output = merge_outputs(outputs, sizes, fields, grown)
             yield output, prepared.plans[0].form if prepared.plans else None
 
 
