@@ -1,4 +1,5 @@
-"""The best layouts of a small job: every split over every order of devices is bounded, and simulated if it may win.
+"""The best layouts of a small job: every split over every order of devices is bounded, and simulated if it may win. A
+local search in place of this and of the large jobs' search was tried: benchmarks/results/planner_one_solver.md.
 
 The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
 ones before it. Links are counted within a pipeline, the reduction of gradients is not.
