@@ -8,7 +8,8 @@ at the latest when the message is taken, and with gloo as far ahead as there is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, call
 
@@ -102,13 +103,18 @@ class LocalBoundary:
     def __init__(self) -> None:
         self._activations: dict[int, Sequence[torch.Tensor]] = {}
         self._gradients: dict[int, Sequence[torch.Tensor]] = {}
+        # Microbatches for which gradients are due.
+        self._differentiable: set[int] = set()
 
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         self._activations.clear()
         self._gradients.clear()
+        self._differentiable.clear()
 
     def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         self._activations[microbatch] = tensors
+        if any(tensor.requires_grad for tensor in tensors):
+            self._differentiable.add(microbatch)
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
         tensors = self._activations.pop(microbatch)
@@ -118,7 +124,10 @@ class LocalBoundary:
         self._gradients[microbatch] = gradients
 
     def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor]:
-        return self._gradients.pop(microbatch, ())  # of values that require none nothing was sent
+        if microbatch not in self._differentiable:
+            return []
+        self._differentiable.remove(microbatch)
+        return self._gradients.pop(microbatch)
 
     def send_loss(self, loss: torch.Tensor) -> None:
         pass
@@ -134,7 +143,7 @@ class NothingBelow(LocalBoundary):
 class _RemoteBoundary:
     """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
     1`. `upper`: whether this rank holds that above it; `with_loss`: whether losses come down over it, as the rank
-    beneath has not seen them. Each side receives one message for each microbatch, in an order that it knows."""
+    beneath has not seen them."""
 
     def __init__(
         self,
@@ -153,7 +162,6 @@ class _RemoteBoundary:
         self._headers = channels.channel(boundary, Message.HEADER, upper)
         self._activations = channels.channel(boundary, Message.ACTIVATION, upper)
         self._gradients = channels.channel(boundary, Message.GRADIENT, upper)
-        self._received = self._activations if upper else self._gradients
         self._losses = channels.channel(boundary, Message.LOSS, upper) if with_loss else None
         # What crosses, by signature, in this step's state of the stages beneath.
         self._known: dict[int, _Values] = {}
@@ -166,35 +174,22 @@ class _RemoteBoundary:
         self._unposted = list(reversed(order))
         self._known = self._signatures.learned.setdefault((self._boundary, state), {})
 
-    def post(self) -> None:
-        """Post the receive of the next message, whose shapes are known."""
-        self._post(self._known[self._signatures.numbers[self._unposted[-1]]])
-
-    def post_ahead(self) -> None:
-        """Post receives as far as shapes are known and there is room."""
-        if not self._receives_ahead or not self.num_values:
-            return
-        unposted, numbers, posted = self._unposted, self._signatures.numbers, self._received.posted
-        while unposted:
-            values = self._known.get(numbers[unposted[-1]])
-            if values is None:
-                self._post_unknown()
-                return
-            if len(posted) >= values.ahead:
-                return
-            self._post(values)
-
-    def _post(self, values: _Values) -> None:
-        self._unposted.pop()
-        self._received.post_receive(values.buffers())
-
-    def _post_unknown(self) -> None:
-        """Post what can be for the next message, whose shapes are not known."""
+    def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
+        """What crosses for inputs of a signature that is new, remembered; unless that are more or fewer values than in
+        the first microbatch, as where a unit is called for each image (Lfm2Vl): a header goes with each then."""
+        values = _Values(specs, self._device, self._receives_ahead)
+        if len(values.specs) == self.num_values:
+            self._known[signature] = values
+        return values
 
 
 class BoundaryBelow(_RemoteBoundary):
+    # Of the activations whose receives are posted.
+    _expected: deque[_Values]
+
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         super().begin(order, num_values, state)
+        self._expected = deque()
         self.post_ahead()
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
@@ -204,9 +199,10 @@ class BoundaryBelow(_RemoteBoundary):
         if not self._activations.posted:
             self.post()
         tensors = self._activations.receive()
+        values = self._expected.popleft()
         if self._unposted:
             self.post_ahead()
-        for tensor, spec in zip(tensors, self._known[self._signatures.numbers[microbatch]].specs, strict=True):
+        for tensor, spec in zip(tensors, values.specs, strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
         return tensors
@@ -222,56 +218,68 @@ class BoundaryBelow(_RemoteBoundary):
 
     def post(self) -> None:
         """Post the receive of the next activations; if their shapes are new, wait for their header first."""
-        signature = self._signatures.numbers[self._unposted[-1]]
-        if signature not in self._known:
+        signature = self._signatures.numbers[self._unposted.pop()]
+        values = self._known.get(signature)
+        if values is None:
             if not self._headers.posted:
                 self._post_header()
-            specs = decode_header(self._headers.receive()[0])
-            self._known[signature] = _Values(specs, specs, self._device, self._receives_ahead)
-        super().post()
+            values = self._learn(decode_header(self._headers.receive()[0]), signature)
+        self._activations.post_receive(values.buffers())
+        self._expected.append(values)
 
-    def _post_unknown(self) -> None:
-        if not self._activations.posted and not self._headers.posted:
-            self._post_header()
+    def post_ahead(self) -> None:
+        """Post receives as far as shapes are known and there is room; for a new shape, that of the header."""
+        if not self._receives_ahead or not self.num_values:
+            return
+        unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
+        while unposted:
+            values = self._known.get(numbers[unposted[-1]])
+            if values is None:
+                if not channel.posted and not self._headers.posted:
+                    self._post_header()
+                return
+            if len(channel.posted) >= values.ahead:
+                return
+            unposted.pop()
+            channel.post_receive(values.buffers())
+            self._expected.append(values)
 
     def _post_header(self) -> None:
         self._headers.post_receive([header_buffer(self.num_values)])
 
 
 class BoundaryAbove(_RemoteBoundary):
-    # How many messages were sent and not answered.
-    _num_sent: int
+    # What was sent and not answered, by microbatch.
+    _sent: dict[int, _Values]
     # Losses whose receives are not posted yet.
     _losses_unposted: int
 
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         super().begin(order, num_values, state)
-        self._num_sent = 0
+        self._sent = {}
         self._losses_unposted = 0 if self._losses is None else len(order)
-        self.post_ahead()
+        self._post_ahead()
 
     def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the values that cross out of the stage."""
+        """Send the values that cross out of the stage. None at all, where some are due, says that the step was left."""
         if not self.num_values:
             return
         signature = self._signatures.numbers[microbatch]
         values = self._known.get(signature)
         if values is None:
             refuse_elsewhere(tensors, self._device, self._boundary)
-            specs = list(map(TensorSpec.of, tensors))
-            answer = [spec for spec in specs if spec.requires_grad]
-            self._known[signature] = _Values(specs, answer, self._device, self._receives_ahead)
-            self._headers.send([encode_header(specs)])
-        elif list(map(_spec_of, tensors)) != values.specs:
+            values = self._learn(map(TensorSpec.of, tensors), signature)
+            self._headers.send([encode_header(values.specs)])
+        elif not values.fit(tensors):
             raise RuntimeError(
                 f"the tensors between stages {self._boundary} and {self._boundary + 1} are "
                 f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {values.specs} "
                 "before; a shape that depends on the inputs' values cannot cross a boundary"
             )
         self._activations.send(list(map(torch.Tensor.detach, tensors)))
-        self._num_sent += 1
+        self._sent[microbatch] = values
         if self._unposted:
-            self.post_ahead()
+            self._post_ahead()
 
     def recv_loss(self) -> torch.Tensor:
         """The value of the next microbatch's loss. Shape (), float64."""
@@ -287,39 +295,59 @@ class BoundaryAbove(_RemoteBoundary):
         if not self._gradients.posted:
             self.post()
         gradients = self._gradients.receive()
-        self._num_sent -= 1
+        del self._sent[microbatch]
         # The gradient has arrived, so the activation it belongs to has been sent.
-        self._activations.release(keep=self._num_sent)
+        self._activations.release(keep=len(self._sent))
         if self._unposted:
-            self.post_ahead()
+            self._post_ahead()
         return gradients
+
+    def post(self) -> None:
+        """Post the receive of the next gradients, whose activations were sent, or of known shapes."""
+        values = self._values_of(self._unposted.pop())
+        assert values is not None
+        self._gradients.post_receive(values.gradient_buffers())
 
     def post_loss(self) -> None:
         assert self._losses is not None
         self._losses_unposted -= 1
         self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
 
-    def _post(self, values: _Values) -> None:
-        if self._losses_unposted >= len(self._unposted):  # a loss comes before its gradients
-            self.post_loss()
-        self._unposted.pop()
-        self._gradients.post_receive(values.buffers())
+    def _values_of(self, microbatch: int) -> _Values | None:
+        return self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])
+
+    def _post_ahead(self) -> None:
+        """Post receives as far as shapes are known and there is room."""
+        unposted, channel = self._unposted, self._gradients
+        while unposted:
+            values = self._values_of(unposted[-1])
+            if values is None or len(channel.posted) >= values.gradients_ahead:
+                return
+            if self._losses_unposted >= len(unposted):
+                self.post_loss()
+            unposted.pop()
+            channel.post_receive(values.gradient_buffers())
 
 
 class _Values:
-    """What crosses a boundary for inputs of one signature: `specs` on the way down. Of `those`, which this side
-    receives, so many messages may be posted `ahead`."""
+    """What crosses a boundary for inputs of one signature, how much of it may be posted ahead, and what comes back."""
 
-    def __init__(
-        self, specs: Sequence[TensorSpec], those: Sequence[TensorSpec], device: torch.device, receives_ahead: int
-    ):
+    def __init__(self, specs: Iterable[TensorSpec], device: torch.device, receives_ahead: int):
         self.specs = list(specs)
-        num_bytes = sum(spec.num_bytes for spec in those)
-        self.ahead = receives_ahead and max(receives_ahead, BYTES_AHEAD // max(1, num_bytes))
-        self._buffers = [partial(torch.empty, spec.shape, dtype=spec.dtype, device=device) for spec in those]
+        gradients = [spec for spec in self.specs if spec.requires_grad]
+        self.ahead = _messages_ahead(self.specs, receives_ahead)
+        self.gradients_ahead = _messages_ahead(gradients, receives_ahead)
+        self._buffers = [_maker(spec, device) for spec in self.specs]
+        self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
     def buffers(self) -> list[torch.Tensor]:
         return list(map(call, self._buffers))
+
+    def gradient_buffers(self) -> list[torch.Tensor]:
+        return list(map(call, self._gradient_buffers))
+
+    def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return list(map(_spec_of, tensors)) == self.specs
 
 
 class _Signatures:
@@ -341,6 +369,14 @@ class _Signatures:
             if signature is not previous:
                 previous, number = signature, self._known.setdefault(signature, len(self._known))
             self.numbers.append(number)
+
+
+def _maker(spec: TensorSpec, device: torch.device) -> Callable[[], torch.Tensor]:
+    return partial(torch.empty, spec.shape, dtype=spec.dtype, device=device)
+
+
+def _messages_ahead(specs: Iterable[TensorSpec], least: int) -> int:
+    return max(least, BYTES_AHEAD // max(1, sum(spec.num_bytes for spec in specs))) if least else 0
 
 
 def refuse_elsewhere(tensors: Iterable[torch.Tensor], device: torch.device, boundary: int) -> None:
