@@ -229,18 +229,30 @@ def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: 
 
 
 def make_another_call_after_a_long_silence(folder: str) -> None:
+    """Rank 1 is stopped inside its call, before rank 0 makes another one, and goes on after four seconds."""
+    stopped = Path(folder, "stopped")
     with mock.patch.object(rollcall, "PATIENCE", LONG), mock.patch.object(inquiry, "TRUST", 3):
         model = build(2, patience=0.5)
         evaluate(model)
-        if my_rank() == 0:
-            model.save_parallelized(folder)
-        elif os.fork() == 0:
-            time.sleep(4.0)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
-        else:
-            model.pipeline.board.patience = LONG  # it does not ask itself
+        board = model.pipeline.board
+
+        def stand_still_in_a_call() -> None:
+            while not board.position.waits():
+                time.sleep(0.01)
+            if os.fork() == 0:
+                stopped.touch()
+                time.sleep(4.0)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
+
+        if my_rank() == 0:
+            while not stopped.exists():
+                time.sleep(0.01)
+            model.save_parallelized(f"{folder}/saved")
+        else:
+            board.patience = LONG  # it does not ask itself
+            threading.Thread(target=stand_still_in_a_call).start()
         evaluate(model)
 
 
