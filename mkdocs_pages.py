@@ -124,16 +124,20 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def lines_of_rooms() -> str:
-    """A table of the package's rooms, and the faces, with their files and lines."""
+    """Tables of the package's rooms, and the faces, with their files and lines; and of what each file is for."""
     package, files = ROOT / "src/penstock", Counter[str]()
-    lines = Counter[str]()
-    for file in package.rglob("*.py"):
+    lines, each = Counter[str](), []
+    for file in sorted(package.rglob("*.py")):
         room = f"`{file.relative_to(package).parts[0]}/`" if file.parent != package else "the faces"
+        text = file.read_text()
         files[room] += 1
-        lines[room] += len(file.read_text().splitlines())
+        lines[room] += len(text.splitlines())
+        sentence = " ".join((ast.get_docstring(ast.parse(text)) or "").split()).partition(". ")[0]
+        each.append(f"| `{file.relative_to(package)}` | {sentence} |")
     rows = [f"| {room} | {files[room]} | {number:,} |" for room, number in lines.most_common()]
     total = f"| all | {files.total()} | {lines.total():,} |"
-    return "\n".join(["| room | files | lines |", "|---|---|---|", *rows, total])
+    rooms = ["| room | files | lines |", "|---|---|---|", *rows, total]
+    return "\n".join([*rooms, "", "| file | what it is for |", "|---|---|", *each])
 
 
 @cache
