@@ -20,6 +20,7 @@ import zygote
 from pool import Pool
 
 torch.set_num_threads(1)
+zygote.spare_torchrun_names()
 # No deadline, because the machine may be busy; and in continuous integration the same examples in every run.
 hypothesis.settings.register_profile("penstock", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("penstock")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import generation_ranks as ranks
+from families import FAMILIES
+from penstock.modeling.graph.shapes import ShapeFunctions
 from pool import Pool
 
 # Tiny random models repeat themselves; without repetitions the order of all likely tokens counts.
@@ -39,3 +42,18 @@ def test_every_rank_has_the_unsplit_tokens(pool: Pool, num_ranks: int) -> None:
         for setup, tokens, wanted in zip(setups, found, expected, strict=True):
             for name, one, other in zip(CASES, tokens, wanted, strict=True):
                 assert torch.equal(one, other), f"{setup}, {name}: {one.tolist()} instead of {other.tolist()}"
+
+
+def experts() -> tuple[torch.Tensor, int]:
+    """Tokens of a model that is to give its router's logits, and how often a unit's shapes were worked out for them."""
+    model, ids = ranks.parallel(FAMILIES["mixtral"].build(dtype=torch.float32).eval()), torch.arange(1, 9).reshape(2, 4)
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+    with mock.patch.object(ShapeFunctions, "_attempt", autospec=True, side_effect=ShapeFunctions._attempt) as attempts:
+        return model.generate(ids, max_new_tokens=9, do_sample=False), attempts.call_count
+
+
+def test_experts_whose_shapes_are_assumed_do_not_hold_up_every_token(pool: Pool) -> None:
+    unsplit: Any = FAMILIES["mixtral"].build(dtype=torch.float32).eval()
+    expected = unsplit.generate(torch.arange(1, 9).reshape(2, 4), max_new_tokens=9, do_sample=False)
+    for tokens, attempts in pool.run(2, experts):
+        assert torch.equal(tokens, expected) and attempts < 9

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LEDConfig, LEDForConditionalGeneration
 
 from families import FAMILIES, batch
 from stage_driver import gradients, largest_difference, split, split_gradients, step
@@ -113,3 +114,20 @@ def test_a_kernel_without_meta_version_is_handled() -> None:
     output = step(splits, inputs)
     assert output.loss.item() == pytest.approx(expected.loss.item(), abs=1e-6)
     assert largest_difference(split_gradients(splits), gradients([worker])) < 1e-6
+
+
+def test_a_length_that_takes_another_path_through_the_model_has_a_plan_of_its_own() -> None:
+    """LED embeds what it adds up to the next multiple of its attention's window, and nothing if that is none."""
+    sizes = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    sizes |= {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 97, "attention_window": 4}
+    torch.manual_seed(0)
+    model = LEDForConditionalGeneration(LEDConfig(**sizes, dropout=0, attention_dropout=0)).double().train()
+    splits = split(model, 3)
+    for tokens in (8, 7, 8):
+        inputs = batch("sequences", 2, tokens)
+        for part in (model, *(one.model for one in splits)):
+            part.zero_grad()
+        expected = model(**inputs)
+        expected.loss.backward()
+        assert step(splits, inputs).loss.item() == pytest.approx(expected.loss.item(), abs=TOLERANCE)
+        assert largest_difference(split_gradients(splits), gradients([model])) < TOLERANCE

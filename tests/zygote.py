@@ -86,6 +86,13 @@ def environment() -> dict[str, str]:
     }
 
 
+def spare_torchrun_names() -> None:
+    """Let torchrun's agent not look through all imported modules, of which there are thousands here, for the name of
+    each function of its own that records an event."""
+    module = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    module.get_method_name = lambda depth=2: "not looked for"  # type: ignore[attr-defined]
+
+
 # ---------------------------------------------------------------- the session's side
 
 
@@ -302,6 +309,8 @@ def main(listener: socket.socket, modules: list[str]) -> None:
     zygote = Zygote(listener, base_path)
     for name in modules:
         importlib.import_module(name)
+    if "torch.distributed.run" in modules:
+        spare_torchrun_names()
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
     gc.freeze()

@@ -11,9 +11,7 @@ from launch import ROOT, run_python
 @pytest.mark.parametrize(
     ("device", "check"),
     [
-        ("emulated", "zb-v: exact"),
         ("emulated", "float16 autocast"),
-        ("emulated", "evaluation and generation"),
         ("emulated", "a rank is killed, others wait"),
         ("cpu", "a base in 4 bits"),
     ],

@@ -15,6 +15,7 @@ wait for each other, and messages of different groups need not be told apart.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -155,6 +156,9 @@ class Decoding:
         # Plans that all ranks have alike.
         self._compared: set[str] = set()
         self._board.on_abort(self._results.clear)
+        # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
+        unread = {"output_router_logits": False}
+        self._unread = unread if unread.keys() <= inspect.signature(split.model.forward).parameters.keys() else {}
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
 
@@ -327,6 +331,7 @@ class Decoding:
             positions only the last one is left, unless `every_position`. With `tokens_only`, the logits are the last
             stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
         """
+        inputs = inputs if call is not None else {**self._unread, **inputs}
         choosing = self.group.tokens_only and call is None
         self.inside = True
         try:

@@ -99,8 +99,9 @@ class Forwards:
     ) -> TracedForward:
         """The forward by inputs of this kind. Arguments and errors are those of `follow`."""
         entry = _entry_of(self._module_names, call)
-        criterion_key, one_unpadded = _criterion_key(criterion), self._is_one_unpadded(inputs)
-        key = (entry, self.model.training, criterion_key, _kind_of(inputs), one_unpadded, in_chunks)
+        criterion_key, kind = _criterion_key(criterion), _kind_of(inputs)
+        path = self._is_one_unpadded(inputs), self._is_padded_on(inputs)
+        key = (entry, self.model.training, criterion_key, kind, path, in_chunks)
         known = self._known.get(key)
         if known is None:
             self._make_room()
@@ -137,6 +138,13 @@ class Forwards:
         unpadded = getattr(getattr(self.model, "config", None), "pad_token_id", 0) is None
         classifies = any(kind.__name__.endswith("SequenceClassification") for kind in type(self.model).__mro__)
         return unpadded and classifies and _sizes(inputs)[:1] == (1,)
+
+    def _is_padded_on(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the length is no multiple of an attention's window, up to which LED calls its embedding once more."""
+        windows = getattr(getattr(self.model, "config", None), "attention_window", None) or 1
+        window = windows if isinstance(windows, int) else max(windows)
+        tokens = inputs.get("input_ids")
+        return isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and tokens.shape[1] % window > 0
 
     def follow(
         self,
