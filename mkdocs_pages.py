@@ -103,7 +103,7 @@ def drawn(command: str) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Pictures; links to and from what is outside docs/ in the repository; how large each room is; other systems."""
     if page.file.src_uri == "architecture.md":
-        markdown = markdown.replace(ROOMS, lines_of_rooms())
+        markdown = markdown.replace(ROOMS, f"{lines_of_rooms()}\n\n{purposes()}")
     if PARITY in markdown:
         found = (ROOT / "benchmarks/results/parity.md").read_text().partition("\n\n")[2]
         markdown = markdown.replace(PARITY, re.sub("^## ", "### ", found, flags=re.MULTILINE))
@@ -124,20 +124,25 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def lines_of_rooms() -> str:
-    """Tables of the package's rooms, and the faces, with their files and lines; and of what each file is for."""
+    """A table of the package's rooms, and the faces, with their files and lines."""
     package, files = ROOT / "src/penstock", Counter[str]()
-    lines, each = Counter[str](), []
-    for file in sorted(package.rglob("*.py")):
+    lines = Counter[str]()
+    for file in package.rglob("*.py"):
         room = f"`{file.relative_to(package).parts[0]}/`" if file.parent != package else "the faces"
-        text = file.read_text()
         files[room] += 1
-        lines[room] += len(text.splitlines())
-        sentence = " ".join((ast.get_docstring(ast.parse(text)) or "").split()).partition(". ")[0]
-        each.append(f"| `{file.relative_to(package)}` | {sentence} |")
+        lines[room] += len(file.read_text().splitlines())
     rows = [f"| {room} | {files[room]} | {number:,} |" for room, number in lines.most_common()]
     total = f"| all | {files.total()} | {lines.total():,} |"
-    rooms = ["| room | files | lines |", "|---|---|---|", *rows, total]
-    return "\n".join([*rooms, "", "| file | what it is for |", "|---|---|", *each])
+    return "\n".join(["| room | files | lines |", "|---|---|---|", *rows, total])
+
+
+def purposes() -> str:
+    """A table of what each file of the package is for: the first sentence of its docstring."""
+    rows, package = ["| file | what it is for |", "|---|---|"], ROOT / "src/penstock"
+    for file in sorted(package.rglob("*.py")):
+        words = (ast.get_docstring(ast.parse(file.read_text())) or "").split()
+        rows.append(f"| `{file.relative_to(package)}` | {' '.join(words).partition('. ')[0].rstrip('.')} |")
+    return "\n".join(rows)
 
 
 @cache

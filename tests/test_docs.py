@@ -459,6 +459,7 @@ def test_the_site_says_how_many_lines_each_room_has() -> None:
     *parts, total = (int(cells.split("|")[3].replace(",", "")) for cells in table.splitlines()[2:])
     assert sum(parts) == total
     assert mkdocs_pages.ROOMS in (ROOT / "docs/architecture.md").read_text().splitlines()
+    assert "\n| `runtime/formation.py` | Ranks form the engine of a model |\n" in mkdocs_pages.purposes()
 
 
 def resolve(name: str) -> object:

@@ -324,9 +324,10 @@ def test_an_example_resumes_on_other_pipelines(example: Example, tmp_path: Path,
 
 @pytest.mark.slow
 def test_both_launch_lines_of_the_documentation_train_alike(tmp_path: Path, text: Path) -> None:
-    """One machine with two processes, and two `--nnodes 2` launches with one each."""
+    """One machine with two processes, and two `--nnodes 2` launches with one each; they end as interpreters do."""
+    whole = {"WHOLE_END": "1"}
     options = [EXAMPLES / "run_gpt2.py", "--dataset", text, "--steps", "3", "--output"]
-    result = torchrun(2, *options, tmp_path / "one", timeout=170)
+    result = torchrun(2, *options, tmp_path / "one", timeout=170, environment=whole)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "1 pipeline(s) on 2 rank(s)" in result.stdout
     assert "reloaded with plain transformers: GPT2LMHeadModel" in result.stdout
@@ -337,7 +338,7 @@ def test_both_launch_lines_of_the_documentation_train_alike(tmp_path: Path, text
     def launch(node: str) -> subprocess.CompletedProcess[str]:
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node_rank", node]
         place = ["--master_addr", "127.0.0.1", "--master_port", port]
-        return run_python(*launcher, *place, *options, tmp_path / "two", timeout=170)
+        return run_python(*launcher, *place, *options, tmp_path / "two", timeout=170, environment=whole)
 
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(launch, "01")

@@ -505,5 +505,5 @@ atexit.register(ending.set)
 
 def test_a_thread_that_is_in_torch_as_the_process_ends_does_not_abort_it(tmp_path: Path) -> None:
     (tmp_path / "ask.py").write_text(ASK_TO_THE_END)
-    ended = run_python(tmp_path / "ask.py", timeout=120)
+    ended = run_python(tmp_path / "ask.py", timeout=120, fresh=True)
     assert (ended.returncode, ended.stderr) == (0, "")

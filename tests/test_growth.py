@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
@@ -43,8 +42,6 @@ THEN: dict[int, Callable[..., dict[str, Any]]] = {
 
 
 def count_and_then(world: int) -> dict[str, Any]:
-    if world > 8:  # so many interpreters, taken down at once, keep two cores busy for long; a rank leaves before that
-        atexit.register(os._exit, 0)
     return THEN.get(world, dict)(counts=form_and_step())
 
 

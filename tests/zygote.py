@@ -7,8 +7,9 @@ that what torchrun starts is forked too.
 
 A fork is as a new interpreter would be: its own session, working directory, environment, open files, ``sys.argv``,
 ``sys.path``, ``__main__`` and end, ``atexit`` included. It differs in what only an interpreter's first moments show:
-modules are imported already, and variables that are read while they are imported have been read. An environment that
-changes such a variable gets a real interpreter, as does ``-c``; a test asks for one with launch.py's ``fresh``.
+modules are imported already, and variables that are read while they are imported have been read. Nor are modules taken
+down at its end. An environment that changes such a variable gets a real interpreter, as does ``-c``; a test asks for
+one with launch.py's ``fresh``.
 
 There are two zygotes because they differ in what strings hash to, as interpreters do. Neighbouring ranks come from
 different ones: an order of actions that comes from a set differs between them, and a test shows it.
@@ -36,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from forked import REFUSED, Process, Refused, kill_group, receive
@@ -49,13 +50,15 @@ PRELOADED = (
     "torch.distributed.launch",
     "torch.utils.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
-    "penstock.initialize",
-    "penstock.plugin",
-    "penstock.booster",
     "pytest",
     "training",
     "peft",
     "trl.trainer.sft_trainer",
+    *sorted(
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "src/penstock").rglob("*.py")
+        if path.stem != "__main__"
+    ),
 )
 # Variables with these beginnings may have been read while those modules were imported...
 READ_AT_IMPORT = (
@@ -302,8 +305,39 @@ def _entries(path: str) -> list[str]:
     return [os.path.abspath(entry) for entry in path.split(os.pathsep) if entry]
 
 
+class End:
+    """A fork's end, from when all functions of `atexit` have run: without taking down every module, which would copy
+    the zygote's memory and take most of the seconds that a short program takes; unless `WHOLE_END` is in the
+    environment."""
+
+    status: int | None = None
+
+    def __call__(self) -> None:
+        if self.status is not None and "WHOLE_END" not in os.environ:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):
+                    stream.flush()
+            os._exit(self.status)
+
+    @contextlib.contextmanager
+    def of(self) -> Iterator[None]:
+        """Around a program. Where Ctrl-C ends it, the interpreter ends as it does by itself."""
+        try:
+            yield
+        except SystemExit as end:
+            code = end.code
+            self.status = code & 0xFF if isinstance(code, int) else int(code is not None)
+            raise
+        except Exception:
+            self.status = 1
+            raise
+        self.status = 0
+
+
 def main(listener: socket.socket, modules: list[str]) -> None:
     """Import everything, then serve; a fork leaves here to run its program and end as an interpreter ends."""
+    end = End()
+    atexit.register(end)  # before all others, to be called after them
     inherited = _entries(os.environ["PYTHONPATH"])
     base_path = [entry for entry in sys.path[1:] if entry not in inherited]
     zygote = Zygote(listener, base_path)
@@ -318,7 +352,9 @@ def main(listener: socket.socket, modules: list[str]) -> None:
     assert not threads.exists() or len(os.listdir(threads)) == 1, (
         "forks have one thread, and an import has started more"
     )
-    zygote.serve()()
+    program = zygote.serve()
+    with end.of():
+        program()
 
 
 if __name__ == "__main__":
