@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ def sampled_peak() -> Iterator[list[int]]:
             peak[0] = max(peak[0], _status("RssAnon") - before)
 
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free, but still resident, would hide as much of the growth
     before, peak, over = _status("RssAnon"), [0], threading.Event()
     watcher = threading.Thread(target=watch)
     watcher.start()
