@@ -76,6 +76,15 @@ def test_an_error_ends_with_its_traceback(script: Path) -> None:
     assert "the end" in result.stdout
 
 
+TAKEN_DOWN = "sys.kept = type('Kept', (), {'__del__': lambda self, write=os.write: write(2, b'taken down')})()"
+
+
+def test_what_a_program_has_made_is_taken_down_at_its_end_where_a_test_asks_for_it(script: Path) -> None:
+    whole = run_python(script, TAKEN_DOWN, environment={"WHOLE_END": "1"})
+    assert "taken down" in whole.stderr and "taken down" in run_python(script, TAKEN_DOWN, fresh=True).stderr
+    assert "taken down" not in run_python(script, TAKEN_DOWN).stderr
+
+
 # In one piece, as the outputs of several processes meet.
 LOADED = "print(f\"{'torch' in sys.modules} {os.environ.get('HF_HOME')}\\n\", end='')"
 
