@@ -214,7 +214,7 @@ def test_the_layout_is_printed_and_the_pipeline_says_what_it_is(pool: Pool) -> N
 
 
 def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of names is one question a step; tests/test_executor_cost.py bounds what an action takes."""
+    """The cost of names is one question a step."""
     from penstock.runtime import labels
 
     def refuse(text: str) -> Any:

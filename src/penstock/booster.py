@@ -6,15 +6,18 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.checkpoint import model_methods
+from penstock.checkpoint.load import is_parallelized
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
+from penstock.elastic.run import Change, ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph
@@ -22,12 +25,8 @@ from penstock.modeling.stage.outputs import merge_outputs
 from penstock.optimizer import PipelineOptimizer
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import Configured, HeterogeneousParallelPlugin
-from penstock.rooms import room
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate_together, shapes_of_one_more
-
-if TYPE_CHECKING:
-    from penstock.elastic.run import Change, ElasticRun
 
 PathLike = str | os.PathLike[str]
 
@@ -275,7 +274,7 @@ class Booster:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
         _pipeline_of(model)
-        if room("is_parallelized")(checkpoint):
+        if is_parallelized(checkpoint):
             return model.from_parallelized(checkpoint)
         model.load_ordinary(checkpoint, strict)
         return model
@@ -291,7 +290,7 @@ class Booster:
         pipeline = _checked(optimizer).pipeline
 
         def save() -> None:
-            room("model_checkpoints").save_optimizer_state(optimizer, pipeline, checkpoint)
+            model_methods.save_optimizer_state(optimizer, pipeline, checkpoint)
             pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
         self._on_all_ranks(save)
@@ -309,11 +308,11 @@ class Booster:
         Raises:
             CheckpointError: the folder holds no optimizer state of this model.
         """
-        room("model_checkpoints").load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
+        model_methods.load_optimizer_state(optimizer, _checked(optimizer).pipeline, checkpoint)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Save the state of `lr_scheduler` to the file `checkpoint`. One rank writes it, as it is the same on all."""
-        room("model_checkpoints").save_lr_scheduler(lr_scheduler, checkpoint)
+        model_methods.save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: PathLike) -> None:
         """Load into `lr_scheduler` what `save_lr_scheduler` wrote to `checkpoint`.
@@ -321,7 +320,7 @@ class Booster:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        room("model_checkpoints").load_lr_scheduler(lr_scheduler, checkpoint)
+        model_methods.load_lr_scheduler(lr_scheduler, checkpoint)
 
 
 def _pipeline_of(model: Any) -> Engine:

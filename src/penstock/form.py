@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from penstock.integrations.packed_layers import mark_packed
+from penstock.integrations.whole_inputs import inputs_without_samples
+from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
+from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.nested import is_record, walkable
-from penstock.rooms import room, sharding_of
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
@@ -28,6 +31,7 @@ from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.names import AUTO, settle
+from penstock.tensor_parallel.apply import sharding_of
 
 
 class UnitsAndCosts(NamedTuple):
@@ -74,14 +78,13 @@ def form(
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
     """
-    mark_packed = room("mark_packed")
     require_agreement({**facts_of(mark_packed(model)), **facts}, board)
     ranks = world_ranks(board)
     found = _find(model, units, ranks, loss_in_chunks)
     planned = plan(found, ranks)
     layout, options = planned.layout, _with_found_dims(model, planned, ranks)
     if ranks.rank == 0:
-        room("announce")(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
+        announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
@@ -104,7 +107,7 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
         known, functions = found[0]
         costs = []
         if ranks.rank == 0:
-            costs = room("unit_costs")(model, known, loss_in_chunks=loss_in_chunks, functions=functions)
+            costs = unit_costs(model, known, loss_in_chunks=loss_in_chunks, functions=functions)
         return costs, device_memory()
 
     every = ranks.together("finding the model's units and their costs", find)
@@ -119,7 +122,7 @@ def _with_found_dims(model: nn.Module, planned: LayoutPlan, ranks: Ranks) -> Map
     if known_of(model).example_inputs is None:
         return planned.options
     said = planned.options.get("batch_dim") or {}
-    find = partial(room("inputs_without_samples"), model, said)
+    find = partial(inputs_without_samples, model, said)
     found = ranks.together("looking for inputs without samples", find)[0]
     return {**planned.options, "batch_dim": {**found, **said}}
 

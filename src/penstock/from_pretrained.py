@@ -22,10 +22,10 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.names import alias_groups, of_diffusers
 from penstock.pipeline_model import PipelineModel
-from penstock.rooms import room
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.schedule.names import settle
+from penstock.tensor_parallel.apply import TensorParallel
 
 # A model with this rank's weights, and what was found where they were loaded.
 Made = tuple[Any, StageLoadingInfo]
@@ -62,10 +62,12 @@ def from_pretrained(
         what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
     """
     configuration = Configuration.from_any(config, **take_keys(kwargs))
+    kind: Any
     load: Any = load_stage
     packing = kwargs.get("quantization_config")
     if model_class is not None and of_diffusers(model_class):
-        loading = room("diffusers_loading")
+        import penstock.integrations.diffusers as loading
+
         kind, load = loading.class_of(path_or_name, model_class, **kwargs), loading.load_stage
         make_skeleton = partial(loading.meta_model, kind, path_or_name, **kwargs)
     else:
@@ -159,13 +161,15 @@ def _make_in_stages(
         def make_mine(layout: Layout, ranks: Ranks) -> PreTrainedModel:
             place, size, sharding = layout.place_of(ranks.rank), layout.tensor_parallel_size, None
             if size > 1:
-                sharding = room("TensorParallel")(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
+                sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
             mine = layout.pipelines[place.pipeline]
 
             def work() -> Sequence[str]:
                 made.append(make(mine.stages, mine.stages_of(place.pipeline_rank), sharding))
                 if is_peft_model(made[0][0]):
-                    room("initialize_peft")(made[0][0], lambda base: base)
+                    from penstock.integrations.peft import initialize_peft
+
+                    initialize_peft(made[0][0], lambda base: base)
                 return made[0][1].untied
 
             untied = ranks.together("making its part of the model", work)

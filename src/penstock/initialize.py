@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.config import SECTION, Configuration, ConfigurationError
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
+from penstock.layout.chosen import chosen_stages, split_stages
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.modeling.adapters import is_peft_model
@@ -21,12 +22,15 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
-from penstock.rooms import owners_of, room
+from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
 from penstock.schedule.names import AUTO, default_stages_per_rank, predicted_steps, settle
+from penstock.schedule.text import own_or_named, summary, written_schedule
+from penstock.sharded_optimizer.updates import dividing
+from penstock.tensor_parallel.apply import TensorParallel
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -69,9 +73,9 @@ def initialize(
     if not configuration.enable:
         return known
     if is_peft_model(known):
-        room("initialize_peft")(
-            known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs)
-        )
+        from penstock.integrations.peft import initialize_peft
+
+        initialize_peft(known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs))
         return known
     if isinstance(model, PipelineModel):
         if model.configuration == configuration:
@@ -92,8 +96,8 @@ def form_equal(
 ) -> Any:
     """Form equal pipelines of a whole model, and attach the engine; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
-    if (written := room("written_schedule")(configuration.schedule)) is not None:
-        settings[f"{SECTION}.schedule"] = room("summary")(written)  # a file may differ between machines
+    if (written := written_schedule(configuration.schedule)) is not None:
+        settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
     in_chunks = configuration.loss_chunk_tokens is not None
     plan = partial(_plan, model, configuration)
     model, engine = form(model, settings, plan, board, loss_in_chunks=in_chunks, make=make)
@@ -121,11 +125,11 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
                 f"{SECTION}.tensor_parallel_size needs a model of transformers, and {type(model).__name__} is none"
             )
         try:
-            room("TensorParallel")(model, 0, size, alias_groups(model))
+            TensorParallel(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
-    written, number = room("written_schedule")(configuration.schedule), configuration.num_microbatches
+    written, number = written_schedule(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.micro_batch_size is None:
         number = written.num_microbatches
     names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
@@ -139,13 +143,13 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         in_use += f" (predicted {share:.2f} of 1f1b's time)"
     return LayoutPlan(
         layout,
-        room("own_or_named")(configuration.schedule, layout.pipelines[0].num_ranks),
+        own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
         dict(zip(found.units, found.costs, strict=True)),
         [in_use] * num_pipelines,
         [in_words] * num_pipelines,
         options
         | {"num_microbatches": number, "timeout": configuration.time_limit}
-        | {"with_owners": owners_of(int(configuration.sharded_optimizer))},
+        | {"with_owners": dividing(int(configuration.sharded_optimizer))},
     )
 
 
@@ -180,11 +184,11 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
     """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
-    if room("written_schedule")(configuration.schedule) is not None:
+    if written_schedule(configuration.schedule) is not None:
         raise ConfigurationError(
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
         )
-    size = room("auto_pipeline_size")(
+    size = auto_pipeline_size(
         model,
         ranks.size // configuration.tensor_parallel_size,
         configuration.num_microbatches,
@@ -223,7 +227,7 @@ def plan_stages(
             f"{world_size} processes cannot be shared out over pipelines of {num_ranks} ranks each: {key} must be one "
             f"of {fitting}, or use HeterogeneousParallelPlugin, whose pipelines may differ"
         )
-    stage_to_rank = room("own_or_named")(configuration.schedule, num_ranks)(1).stage_to_rank
+    stage_to_rank = own_or_named(configuration.schedule, num_ranks)(1).stage_to_rank
     if len(stage_to_rank) > len(units):
         per_rank = len(stage_to_rank) // num_ranks
         raise ConfigurationError(
@@ -236,9 +240,9 @@ def plan_stages(
         return [list(run) for run in split_into(units, sizes)], stage_to_rank, num_pipelines
     try:
         if configuration.stages is not None:
-            chosen, stages = "stages", room("chosen_stages")(units, configuration.stages)
+            chosen, stages = "stages", chosen_stages(units, configuration.stages)
         else:
-            chosen, stages = "split_points", room("split_stages")(units, configuration.split_points or ())
+            chosen, stages = "split_points", split_stages(units, configuration.split_points or ())
     except ValueError as error:
         raise ConfigurationError(f"{SECTION}.{error}") from error
     if len(stages) != len(stage_to_rank):

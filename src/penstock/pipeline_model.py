@@ -8,13 +8,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from penstock.checkpoint import model_methods
+from penstock.config import Configuration
+from penstock.data.loader import ReplicaDataLoader
+from penstock.generation.generate import evaluate_with_cache, generate
+from penstock.integrations.num_parameters import num_parameters_of_whole
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
@@ -22,12 +27,11 @@ from penstock.modeling.instrumentation import known_of, mix_in, original_class, 
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.modeling.weights.names import of_diffusers
-from penstock.rooms import room
+from penstock.pictures.recorder import Recorder
 from penstock.runtime.engine import Engine
+from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics
-
-if TYPE_CHECKING:
-    from penstock.config import Configuration
+from penstock.runtime.reforming import copy_of, for_copy
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -62,7 +66,7 @@ class PipelineModel(_Module):
         base = base_of(self)
         record = record_of(base)
         if record.engine is None:
-            record.engine = room("for_copy")(record.copied_from, base)
+            record.engine = for_copy(record.copied_from, base)
         engine: Engine = record.engine
         return engine
 
@@ -109,8 +113,8 @@ class PipelineModel(_Module):
         if torch.is_grad_enabled():
             return self.pipeline.train(inputs, criterion)
         if inputs.get("use_cache") is True or any(isinstance(value, Cache) for value in inputs.values()):
-            return room("evaluate_with_cache")(self, inputs, criterion)
-        output = room("evaluate")(self.pipeline, inputs, criterion)
+            return evaluate_with_cache(self, inputs, criterion)
+        output = evaluate(self.pipeline, inputs, criterion)
         # With a criterion, the fields of what has no place for a loss; otherwise what the model returns.
         return output.original() if criterion is None and isinstance(output, NamedOutput) else output
 
@@ -156,10 +160,9 @@ class PipelineModel(_Module):
     def prepare_dataloader(self, dataset: Dataset | Sequence[Any], batch_size: int, **options: Any) -> DataLoader:
         """A loader of this pipeline's own batches of `batch_size`: every sample of `dataset` once per epoch over all
         pipelines. `options` are those of torch's `DataLoader`."""
-        loader: DataLoader = room("ReplicaDataLoader")(
+        return ReplicaDataLoader(
             dataset, batch_size, num_replicas=self.data_parallel_size, rank=self.data_parallel_rank, **options
         )
-        return loader
 
     def save_parallelized(
         self, save_directory: str | os.PathLike[str], merge_checkpoints: bool = False, **kwargs: Any
@@ -169,7 +172,7 @@ class PipelineModel(_Module):
         The folder is `save_directory`, `kwargs` are `save_pretrained`'s. Every rank calls it.
         """
         own: Any = getattr(super(), "save_pretrained", None)
-        room("model_checkpoints").save_model(self, save_directory, merge_checkpoints, own, kwargs)
+        model_methods.save_model(self, save_directory, merge_checkpoints, own, kwargs)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
@@ -195,7 +198,7 @@ class PipelineModel(_Module):
     ) -> None:
         """Save the adapter `name`, whose tensors `select` takes of a state dict, into the folder `save_directory`, as
         `write` does. Every rank calls it."""
-        room("model_checkpoints").save_one_adapter(self, save_directory, name, select, write)
+        model_methods.save_one_adapter(self, save_directory, name, select, write)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         """Refused: the weights are on several ranks.
@@ -231,7 +234,7 @@ class PipelineModel(_Module):
         Raises:
             CheckpointError: the folder holds no checkpoint of this model. No weight has changed then.
         """
-        room("model_checkpoints").load_model(self, directory, strict)
+        model_methods.load_model(self, directory, strict)
 
     def _adapter_folders(self, directory: str) -> dict[str, str]:
         """Where in `directory` each adapter is that an ordinary checkpoint of this model consists of."""
@@ -242,7 +245,7 @@ class PipelineModel(_Module):
     def from_parallelized(self, directory: str | os.PathLike[str], variant: str | None = None) -> Self:
         """Load what `save_parallelized` wrote to `directory`, from any number of stages and tensor-parallel ranks;
         returns this model. `variant` is the one it was saved with."""
-        room("model_checkpoints").load_parallelized(self, directory, variant)
+        model_methods.load_parallelized(self, directory, variant)
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -265,7 +268,8 @@ class PipelineModel(_Module):
 
         No communication: it forms its own process groups when it is first used, on all ranks together.
         """
-        return cast(PipelineModel, room("copy_of")(self, memo))
+        copied: PipelineModel = copy_of(self, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: the engine that runs the model cannot be written to a file."""
@@ -317,7 +321,7 @@ class PipelinePreTrainedModel(PipelineModel):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, over stages: on every rank the result of the unsplit model."""
-        return room("generate")(self, super().generate, *args, **kwargs)
+        return generate(self, super().generate, *args, **kwargs)
 
     def num_parameters(
         self, only_trainable: bool = False, exclude_embeddings: bool = False, *, whole: bool = False
@@ -329,8 +333,7 @@ class PipelinePreTrainedModel(PipelineModel):
         if not whole:
             number: int = super().num_parameters(only_trainable, exclude_embeddings)
             return number
-        counted: int = room("num_parameters_of_whole")(self, only_trainable, exclude_embeddings)
-        return counted
+        return num_parameters_of_whole(self, only_trainable, exclude_embeddings)
 
 
 @torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")
@@ -374,13 +377,22 @@ def attach(
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         warn_of_batch_statistics(model)
-    mixin = room("PipelineDiffusionModel") if of_diffusers(type(model)) else PipelineModel
-    mix_in(model, PipelinePreTrainedModel if isinstance(model, PreTrainedModel) else mixin)
+    mix_in(model, _mixin_of(model))
     _hand_over_saving(type(model))
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
-    pipeline.make_recorder = lambda engine: room("Recorder")(engine.context, engine.channels)
+    pipeline.make_recorder = lambda engine: Recorder(engine.context, engine.channels)
     return model
+
+
+def _mixin_of(model: Any) -> type[PipelineModel]:
+    if isinstance(model, PreTrainedModel):
+        return PipelinePreTrainedModel
+    if of_diffusers(type(model)):
+        from penstock.integrations.diffusers import PipelineDiffusionModel
+
+        return PipelineDiffusionModel
+    return PipelineModel
 
 
 # Whose methods that save are not a class's own: of a stage they save what they should, or are replaced above.
@@ -401,7 +413,7 @@ def _of_the_whole_model(name: str, method: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(method)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(one, (str, os.PathLike)) or hasattr(one, "write") for one in (*args, *kwargs.values())):
-            return room("save_by_own_method")(self, name, args, kwargs)
+            return model_methods.save_by_own_method(self, name, args, kwargs)
         return method(self, *args, **kwargs)
 
     return save

@@ -10,13 +10,13 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.partition import partition, split_into
 from penstock.layout.pipelines import num_stages_on
 from penstock.layout.template import StageTemplate, end_modules
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import bare_modules, list_units
-from penstock.rooms import room
 
 # How transformers names its model classes.
 MODEL_CLASS = re.compile(r"(.*\.)?[A-Z]\w*(Model|For[A-Z]\w*)$")
@@ -35,7 +35,7 @@ class PipelineTemplate(StageTemplate):
 
         Raises NotImplementedError ("Auto policy for <class> is not implemented...") if the model cannot be split.
         """
-        return list(list_units(room("mark_packed")(model)))
+        return list(list_units(mark_packed(model)))
 
     @classmethod
     def balanced(cls, model: PreTrainedModel, num_stages: int) -> PipelineTemplate:

@@ -6,11 +6,12 @@ It is one class, whose methods are what a script calls, in that order; that make
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -19,30 +20,40 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from penstock.config import check_value
+from penstock.data.loader import HeterogeneousDataLoader
+from penstock.elastic.formations import Formations
+from penstock.elastic.generations import Generations
+from penstock.elastic.moving import SharedStates
+from penstock.elastic.protocol import Decision
+from penstock.elastic.run import ElasticRun
+from penstock.elastic.settings import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
+from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
+from penstock.layout.schedules import check_schedule, schedule_maker
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.weights.whole import packed_weights
 from penstock.optimizer import LossScale, PipelineOptimizer
+from penstock.pictures.describe import LayoutDescription, describe_layout
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.pipeline_template import PipelineTemplate
-from penstock.rooms import owners_of, room, sharding_of
+from penstock.planning.auto import auto_pipelines
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import forming
+from penstock.runtime.comm.forming import digest_of, facts_of, forming, require_agreement
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
 from penstock.runtime.formation import parallelize
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.names import AUTO
+from penstock.schedule.text import summary
+from penstock.sharded_optimizer.updates import dividing
+from penstock.tensor_parallel.apply import sharding_of
 
-if TYPE_CHECKING:
-    from penstock.data.loader import HeterogeneousDataLoader
-    from penstock.elastic.run import ElasticRun
-    from penstock.elastic.settings import Elastic
-    from penstock.pictures.describe import LayoutDescription
+logger = logging.getLogger("penstock")
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -113,7 +124,7 @@ class HeterogeneousParallelPlugin:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        room("check_schedule")(schedule)
+        check_schedule(schedule)
         self.tp_size = tp_size
         self.microbatch_size = microbatch_size
         keys = {"batch_dim": batch_dim, "loss_chunk_tokens": loss_chunk_tokens, "sharded_optimizer": sharded_optimizer}
@@ -135,7 +146,7 @@ class HeterogeneousParallelPlugin:
             backoff_factor=backoff_factor, growth_interval=growth_interval, hysteresis=hysteresis,
         )  # fmt: skip
         if elastic is not None:
-            room("check_elastic")(elastic, global_batch_size, microbatch_size)
+            check_elastic(elastic, global_batch_size, microbatch_size)
         elif global_batch_size is not None:
             raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
         self.elastic = elastic
@@ -203,25 +214,26 @@ class HeterogeneousParallelPlugin:
                 raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
             if not isinstance(self.schedule, str):
                 raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
-            chosen: tuple[list[PipelineTemplate], list[int]] = room("auto_pipelines")(
-                base_of(room("mark_packed")(model)),
+            schedule = self.settle_schedule(base_of(model))
+            assert isinstance(schedule, str)  # as the one that it was settled from
+            pipelines, num_microbatches = auto_pipelines(
+                base_of(mark_packed(model)),
                 rank_and_world_size()[1] // self.tp_size,
                 cast(int, num_microbatches),  # refused otherwise
                 self.microbatch_size,
-                self.settle_schedule(base_of(model)),
+                schedule,
                 device_memory() if memory is None else memory,
                 profile,
                 copies,
                 self.loss_chunk_tokens,
             )
-            pipelines, num_microbatches = chosen
         checked = check_templates(pipelines)
-        makers = [room("schedule_maker")(template, self.schedule) for template in checked]
+        makers = [schedule_maker(template, self.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
         self._set(checked, cast(Microbatches, num_microbatches))
 
     def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:
-        makers = [room("schedule_maker")(template, self._schedule) for template in checked]
+        makers = [schedule_maker(template, self._schedule) for template in checked]
         counts = check_microbatches(checked, num_microbatches)
         schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
         for index, schedule in enumerate(schedules):
@@ -305,7 +317,7 @@ class HeterogeneousParallelPlugin:
         """
         # With elastic= nobody knows the pipelines yet; the loader follows them.
         alone = self.elastic is not None and self.run is None
-        loader: HeterogeneousDataLoader = room("HeterogeneousDataLoader")(
+        loader = HeterogeneousDataLoader(
             dataset,
             [self.global_batch_size // self.microbatch_size] if alone else self.num_microbatches,
             self.microbatch_size,
@@ -323,7 +335,7 @@ class HeterogeneousParallelPlugin:
 
     def check_dataloader(self, dataloader: Any) -> None:
         """Raise TypeError or ValueError unless `dataloader` gives each pipeline its own share of each global batch."""
-        if not isinstance(dataloader, room("HeterogeneousDataLoader")):
+        if not isinstance(dataloader, HeterogeneousDataLoader):
             raise TypeError(
                 f"the dataloader is a {type(dataloader).__name__}, which would give every pipeline the same samples: "
                 "make it with plugin.prepare_dataloader(dataset, ...)"
@@ -367,11 +379,12 @@ class HeterogeneousParallelPlugin:
         """
         if is_peft_model(model):
             given = optimizer, criterion, dataloader, lr_scheduler
-            _, *configured = room("initialize_peft")(model, lambda base: self.configure(base, *given))
+            from penstock.integrations.peft import initialize_peft
+
+            _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
             return (model, *configured)
         if self.elastic is not None:
-            given = optimizer, criterion, dataloader, lr_scheduler
-            return cast(Configured, room("configure_elastic")(self, room("mark_packed")(model), *given))
+            return self._configure_elastic(mark_packed(model), optimizer, criterion, dataloader, lr_scheduler)
         layout = self.layout
         if isinstance(model, PipelineModel):
             raise ValueError("this model is parallelised already: configure() takes a whole one")
@@ -392,6 +405,69 @@ class HeterogeneousParallelPlugin:
         wrapped = None if optimizer is None else self._wrap(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
+    def _configure_elastic(
+        self, model: Any, optimizer: Optimizer | None, criterion: Any, dataloader: Any, lr_scheduler: Any
+    ) -> Configured:
+        """`configure` for as many processes as come, or for one that joins them."""
+        elastic = self.elastic
+        assert elastic is not None
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
+            )
+        if packed_weights(model):
+            raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
+        if isinstance(model, PipelineModel) or self._model is not None:
+            raise ValueError("with elastic= a plugin configures one whole model, once")
+        if optimizer is None:
+            raise ValueError(
+                "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
+            )
+        if dataloader is not None and dataloader not in self._loaders:
+            raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
+        formations = Formations(model, self)
+        facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
+        states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
+        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
+            if one is not None:
+                states.register(name, one)
+        if self.precision == "fp16":
+            states.register("loss scale", self._loss_scale)
+        generations = Generations(elastic, formations, self.tp_size, digest_of(facts))
+        self._model = model
+        try:
+            now, on_layout = generations.enter(), partial(self._take_layout, generations)
+            on_layout(now)
+            with forming(self.time_limit, generations.on_board) as board:
+                if now.is_first:
+                    require_agreement(facts, board)
+                values = None if now.is_first else states.values(now)
+                # The members have little time to meet, but not to work.
+                timeout = self.time_limit or ELASTIC_TIMEOUT
+                model = self._parallelise(model, board, criterion, timeout=timeout, values=values)
+                if self.sharded_optimizer == 1 and now.members[0] == generations.number:
+                    logger.warning(
+                        "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
+                        "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
+                    )
+            wrapped = self._wrap(optimizer, model)
+            self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
+        except BaseException:
+            generations.close()  # the others must not count on this process
+            raise
+        return model, wrapped, criterion, dataloader, lr_scheduler
+
+    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
+        """Make a generation's pipelines those of the plugin, and of its loaders."""
+        templates, counts = generations.formations.layout(decision)
+        self._set(check_templates(templates), counts)
+        rank = decision.members.index(generations.number)
+        self._on_place(rank, len(decision.members))
+        pipeline = self.layout.place_of(rank).pipeline
+        for loader in self._loaders:
+            loader.reshare(self.num_microbatches, pipeline)
+        return self.layout, self._makers[pipeline]
+
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         names = ["tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens"]
@@ -399,7 +475,7 @@ class HeterogeneousParallelPlugin:
         facts = {f"the plugin's {name}": getattr(self, name) for name in names}
         if self.elastic is not None:
             return facts | self._also_alike
-        return {**facts, "the pipelines' schedules": [room("summary")(schedule) for schedule in self._schedules]}
+        return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
         described = self._description = self._describe(model, found.costs)
@@ -415,7 +491,7 @@ class HeterogeneousParallelPlugin:
             "loss_chunk_tokens": self.loss_chunk_tokens,
             "timeout": self.time_limit,
             "patience": self.patience,
-            "with_owners": owners_of(int(self.sharded_optimizer)),
+            "with_owners": dividing(int(self.sharded_optimizer)),
         }
 
     def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
@@ -436,5 +512,5 @@ class HeterogeneousParallelPlugin:
     def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
         shown = self.layout, self._schedules, self.microbatch_size
         if model is None or isinstance(model, PipelineModel):
-            return cast("LayoutDescription", room("LayoutDescription")(self.pipelines[0].model_name, *shown))
-        return cast("LayoutDescription", room("describe_layout")(model, *shown, costs))
+            return LayoutDescription(self.pipelines[0].model_name, *shown)
+        return describe_layout(model, *shown, costs)

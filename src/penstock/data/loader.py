@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import default_data_collator
 
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.sampler import HeterogeneousSampler, Share
@@ -305,8 +306,6 @@ def collate_samples(samples: Sequence[Any]) -> Mapping[str, Any]:
 
     Raises TypeError if the samples are no mappings, ValueError if they differ in length.
     """
-    from transformers import default_data_collator
-
     if not all(isinstance(sample, Mapping) for sample in samples):
         raise TypeError(
             f"Samples must be mappings from the model's input names to values, but are {type(samples[0]).__name__}: "

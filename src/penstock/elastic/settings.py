@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.elastic.meeting import parse_address
 from penstock.pipeline_template import PipelineTemplate
+
+# How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
+# still is noticed by its heartbeat.
+ELASTIC_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,15 @@ class Elastic:
                 raise TypeError(f"templates must be PipelineTemplates, got {template!r}")
         if not self.run or not isinstance(self.run, str):
             raise ValueError(f"run must be a name, got {self.run!r}")
+
+
+def check_elastic(elastic: Any, global_batch_size: Any, microbatch_size: int) -> None:
+    """Raise TypeError or ValueError unless a plugin can be made with these arguments."""
+    if not isinstance(elastic, Elastic):
+        raise TypeError(f"elastic must be a penstock.Elastic, got {elastic!r}")
+    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int):
+        raise TypeError(f"elastic= needs global_batch_size, an integer, got {global_batch_size!r}")
+    if global_batch_size < 1 or global_batch_size % microbatch_size:
+        raise ValueError(
+            f"global_batch_size must be a multiple of microbatch_size ({microbatch_size}), got {global_batch_size}"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
@@ -12,9 +13,6 @@ from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
 from penstock.planning.profile import Profile
 from penstock.planning.profiling import profile_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # A step of replicas has at least so many microbatches on each pipeline where nobody says how many.
 DEFAULT_MICROBATCHES = 8

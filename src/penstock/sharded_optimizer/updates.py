@@ -26,8 +26,10 @@ SENT_ALONE = 2**18
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def dividing(copies: int) -> Callable[..., Any]:
-    """What an engine is given so that so many holders of each parameter update it."""
+def dividing(copies: int) -> Callable[..., Any] | None:
+    """What an engine is given so that so many holders of each parameter update it; None for 0: all do."""
+    if not copies:
+        return None
     _install()
     return functools.partial(with_owners, copies=copies)
 

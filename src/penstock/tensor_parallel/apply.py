@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from penstock.layout.layout import Layout
 from penstock.modeling.adapters import has_adapters
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
@@ -25,6 +26,11 @@ from penstock.tensor_parallel.loading import ShardKeeper, ShardLoading
 from penstock.tensor_parallel.loss import ShardedLoss
 from penstock.tensor_parallel.plans import Style, layer_styles, matching, or_none, plan_of, whole_shapes
 from penstock.tensor_parallel.region import Collectives, Region
+
+
+def sharding_of(layout: Layout) -> type[TensorParallel] | None:
+    """What makes the sharding of a model for a layout; None for one without tensor parallelism."""
+    return TensorParallel if layout.tensor_parallel_size > 1 else None
 
 
 class TensorParallel:

@@ -1,4 +1,4 @@
-"""The executor's own work per action, counted in function calls: no machine makes them more or fewer."""
+"""benchmarks/free_transport.py: a step without transport time, and the same step written by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from penstock.schedule import build
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-# Calls of Python and C functions per action. Those of the interpreter, the transport and autograd together.
-MOST_CALLS = 75
 NUM_MICROBATCHES = 32
 
 
@@ -47,20 +43,6 @@ def calls_of(step: Callable[[], Any]) -> Counter[str]:
     finally:
         sys.setprofile(None)
     return calls
-
-
-@pytest.mark.parametrize(
-    ("schedule", "num_ranks", "rank"),
-    [("1f1b", 1, 0), ("1f1b", 4, 0), ("1f1b", 4, 1), ("1f1b", 4, 3), ("zb-h1", 4, 1), ("zb-v", 4, 1), ("gpipe", 2, 0)],
-)
-def test_an_action_takes_few_calls(free_transport: ModuleType, schedule: str, num_ranks: int, rank: int) -> None:
-    arguments = {"schedule": schedule, "num_ranks": num_ranks, "rank": rank, "num_microbatches": NUM_MICROBATCHES}
-    step = free_transport.with_executor(arguments)
-    step()  # learns the shapes
-    calls = calls_of(step).total()
-    num_actions = len(build(schedule, num_ranks, NUM_MICROBATCHES).actions[rank])
-    assert calls > num_actions, "nothing was run"
-    assert calls / num_actions <= MOST_CALLS
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks", "rank"), [("1f1b", 4, 1), ("zb-v", 4, 1)])
