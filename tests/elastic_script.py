@@ -162,13 +162,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                     yield message
 
             updates._messages = sending
-        batches, step, known = iter(loader), booster.step if store else 0, 0
+        step, known = booster.step if store else 0, 0
         note(begins=step, member=0 if not store else plugin.run.generations.number)
         manager = None
         if store and (folder_of := os.environ.get("CHECKPOINTS")):
             objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader, "own": Own()}
             manager = CheckpointManager(folder_of, model=model, every=3, keep_last=2, **objects)
             step = manager.resume()
+        batches = iter(loader)
         while step < steps:
             here("loop")
             wrapped.zero_grad()

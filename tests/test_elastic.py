@@ -103,6 +103,45 @@ def test_processes_leave_join_and_are_lost_also_while_one_is_taken_in(tmp_path: 
     assert any(change["joined"] for change in changes), changes
 
 
+def test_the_last_to_leave_save_what_they_have_say_so_and_are_started_again(tmp_path: Path) -> None:
+    """A scheduler takes all machines away. It must not book that as a success."""
+    run = elastic_runs.Run(tmp_path, STEPS, 2, CHECKPOINTS=str(tmp_path / "checkpoints"))
+    members = [run.start("leave@4/loop"), run.start("leave@4/loop")]
+    run.wait()
+    assert [member.status for member in members] == [75, 75], run.printed()
+    (found, *_) = find_checkpoints(tmp_path / "checkpoints")
+    for member in members:
+        assert found.step == 5 == max(member.losses) + 1
+        assert f"the run ends unfinished at step 5: all its members were told to leave it; saved in {found.path}" in (
+            member.printed()
+        )
+    again = elastic_runs.Run(tmp_path, STEPS, 1, CHECKPOINTS=str(tmp_path / "checkpoints"))
+    goes_on = again.start()
+    again.wait()
+    assert goes_on.losses.keys() == set(range(5, STEPS)), again.printed()
+    again.members += members
+    assert_as_undisturbed(again, [goes_on])
+
+
+def test_who_joins_gets_all_that_the_only_member_has_before_it_leaves(tmp_path: Path) -> None:
+    """Also what it alone owns of the optimizer's state. The last one has nothing to save with, and says so."""
+    run = elastic_runs.Run(tmp_path, STEPS, 1, DEPTHS="1", PLUGIN='{"sharded_optimizer": true}')
+    leaver = run.start("await@2/loop", "leave@2/loop")
+    run.begin()
+    joiner = run.start("leave@6/loop")
+    run.wait()
+    assert (leaver.status, joiner.status) == (0, 75), run.printed()
+    assert (leaver.losses.keys(), joiner.losses.keys()) == ({0, 1, 2}, {3, 4, 5, 6})
+    for member in (leaver, joiner):
+        for step, loss in member.losses.items():
+            assert abs(loss - expected()[step]) < EXACT, f"step {step}\n{run.printed()}"
+    changes = [note["change"] for note in joiner.notes if "change" in note]
+    assert [change["left"] for change in changes] == [[0]]
+    assert "the run ends unfinished at step 7: all its members were told to leave it; this step is not saved" in (
+        joiner.printed()
+    )
+
+
 def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, STEPS, 2, DEPTHS="2", COPIES="1")
     # After a step in which the other one took part, so that it has made the update before.

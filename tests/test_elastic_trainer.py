@@ -115,7 +115,7 @@ def test_what_is_done_again_for_others_leaves_nothing_behind(tmp_path: Path) -> 
     assert trainer.control.should_save and not trainer.model.training
 
 
-def test_a_process_is_killed_in_a_save_and_the_run_is_resumed_by_another_number(tmp_path: Path) -> None:
+def test_a_run_whose_processes_are_killed_or_all_leave_is_resumed_by_another_number(tmp_path: Path) -> None:
     how = {"DROPOUT": "0.1", "SAMPLING": "random"}
     expected = history_of(undisturbed(tmp_path / "plain", 6, PLUGIN_ALONE="1", **how, **ALONE))
     run = TrainerRun(tmp_path, 6, 3, **how)
@@ -124,12 +124,19 @@ def test_a_process_is_killed_in_a_save_and_the_run_is_resumed_by_another_number(
     run.start("kill@5/between")
     run.wait()
     assert [member.status for member in run.members] == [-9, -9, -9], run.printed()
+    leaves = TrainerRun(tmp_path, 6, 2, RESUME="1", **how)
+    members = [leaves.start("leave@4/begin") for _ in range(2)]
+    leaves.wait()
+    for member in members:  # after a step that the Trainer would not have saved
+        assert member.status == 75 and [note["done"] for note in member.notes if "done" in note] == [4]
+        words = "the run ends unfinished at step 5 of 6: all its members were told to leave it; saved in "
+        assert f"{words}{tmp_path / 'run' / 'checkpoint-5'}" in member.printed()
     again = TrainerRun(tmp_path, 6, 2, RESUME="1", **how)
     members = [again.start() for _ in range(2)]
     again.wait()
     assert [member.status for member in members] == [0, 0], again.printed()
     for member in members:
-        assert member.notes[0]["done"] == 4
+        assert member.notes[0]["done"] == 5
         assert_same_history(history_of(member.notes)[:-1], expected[:-1])
     assert_same_weights(tmp_path / "final", tmp_path / "plain" / "final")
 

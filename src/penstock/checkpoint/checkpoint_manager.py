@@ -24,13 +24,12 @@ from penstock.checkpoint.training_checkpoints import (
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.modeling.adapters import base_of
+from penstock.runtime.failures.interrupts import EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
 # What schedulers and clouds send before they take a machine away.
 SIGNALS = ("SIGTERM", "SIGUSR1")
-# sysexits.h: EX_TEMPFAIL, "the user is invited to retry". Any status but 0 makes torchrun --max-restarts start again.
-EXIT_CODE = 75
 
 
 class CheckpointManager:
@@ -52,7 +51,8 @@ class CheckpointManager:
         on_signal: after a SIGTERM or SIGUSR1 to any rank, the next `save` saves on all ranks and ends the program with
             status `EXIT_CODE`, 75. Make the manager in the main thread then.
 
-    With `elastic=` the run goes back to the newest checkpoint if every copy of some values is lost.
+    With `elastic=` the run goes back to the newest checkpoint if every copy of some values is lost, and saves if all
+    its processes are told to leave.
 
     Attributes:
         last: what `resume` has loaded; None if there was nothing.
@@ -95,6 +95,7 @@ class CheckpointManager:
             if on_signal:
                 raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")
             elastic.last_resort = self
+            elastic.save_unfinished = self._save_unfinished
         self._every, self._keep_last, self._asynchronous = every, keep_last, asynchronous
         self._on_signal = on_signal
         self._signalled = 0
@@ -174,15 +175,7 @@ class CheckpointManager:
         signalled = self._anyone_signalled(step) if self._on_signal else None
         if signalled is None and (self._every is None or step % self._every):
             return False
-        save_checkpoint(
-            self.folder,
-            model=self._model,
-            step=step,
-            extra=extra,
-            keep_last=self._keep_last,
-            asynchronous=self._asynchronous and signalled is None,
-            **self._state,
-        )
+        self._write(step, extra, asynchronous=self._asynchronous and signalled is None)
         if signalled is not None:
             rank, number = signalled
             name = signal.Signals(number).name
@@ -190,6 +183,21 @@ class CheckpointManager:
             self.close()
             raise SystemExit(EXIT_CODE)
         return True
+
+    def _write(self, step: int, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> None:
+        save_checkpoint(
+            self.folder,
+            model=self._model,
+            step=step,
+            extra=extra,
+            keep_last=self._keep_last,
+            asynchronous=asynchronous,
+            **self._state,
+        )
+
+    def _save_unfinished(self) -> None:
+        """All processes of an elastic run leave it."""
+        self._write(self._participants.elastic.step)
 
     def finish(self) -> None:
         """Wait for what is being written. Raises CheckpointError if some rank could not write."""

@@ -115,9 +115,14 @@ def save_checkpoint(
         if step not in (None, elastic.step):
             raise ValueError(f"with elastic= the step is booster.step, which is {elastic.step}, got {step!r}")
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
-        save = partial(save_checkpoint, folder, model=model, optimizer=optimizer, step=elastic.step, extra=extra)
-        path = step_folder(folder, elastic.step)
-        return str(elastic.do(partial(save, keep_last=keep_last, **objects), stale=lambda: path))
+        given = {"model": model, "optimizer": optimizer, "step": elastic.step, "extra": extra, "keep_last": keep_last}
+
+        def save() -> str:
+            path = save_checkpoint(folder, **given, **objects)
+            elastic.saved = elastic.step, path
+            return path
+
+        return str(elastic.do(save, stale=partial(step_folder, folder, elastic.step)))
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -105,17 +105,31 @@ class Formations:
         fresh = all(report.ready for report in going_on)
         if fresh:
             joining += membership.candidates(now.members)
-        while True:
-            number = now.generation + 1
-            found = self.decide(going_on, joining, number, membership.pulse.record, now, step, checkpoint)
-            if not found.end or not joining:
-                break
+        leaving = [report for report in view.reports.values() if report.leaving and report.member not in view.lost]
+        handing_over = bool(leaving and joining and not going_on)
+        if handing_over:  # who has the model's values stays until those have them who come
+            going_on, step = leaving, max(report.committed for report in leaving)
+        # Only those make weights who begin a run together.
+        makes_weights = now.is_first and all(report.new for report in view.reports.values())
+        decide = partial(
+            self.decide, generation=now.generation + 1, record=membership.pulse.record, before=now, step=step,
+            checkpoint=checkpoint, makes_weights=makes_weights,
+        )  # fmt: skip
+        found = decide(going_on, joining)
+        while found.end and joining:
             membership.refuse(joining.pop(), found.end)  # the members go on without the last who came
-        left = tuple(report.member for report in view.reports.values() if report.leaving)
+            found = decide(going_on, joining)
+        if handing_over and not found.joining:
+            handing_over, found = False, decide((), ())
+        left = tuple(one.member for one in view.reports.values() if one.leaving and one.member not in found.members)
         lost = tuple(member for member in found.lost if member not in left)
+        if left and not lost and not found.members:
+            last = max(report.committed for report in view.reports.values())
+            found = replace(found, step=last, end="all its members were told to leave it")
         if not fresh and not found.restore:
             found = replace(found, calls=calls, dropped=dropped)
-        return replace(found, fresh=fresh, requests=requests if fresh else 0, left=left, lost=lost)
+        requests = requests if fresh else 0
+        return replace(found, fresh=fresh, requests=requests, left=left, lost=lost, handing_over=handing_over)
 
     def decide(
         self,
@@ -126,9 +140,11 @@ class Formations:
         before: Decision | None = None,
         step: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
+        makes_weights: bool = True,
     ) -> Decision:
         """The pipelines of the members that go on, by their reports, and of those that come new. `before`: the
-        generation that ends, None at the beginning of a run."""
+        generation that ends, None at the beginning of a run. `makes_weights`: whether those that come new may make the
+        model's values if nobody has any."""
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
         devices = self._devices(list(held), record)
@@ -139,7 +155,7 @@ class Formations:
         try:
             if not devices:
                 raise Infeasible("no member is left to go on")
-            if not reports and before is not None and not before.is_first:
+            if not reports and not makes_weights:
                 raise Infeasible("none of the members that had the model's values is left")
             values = [held[device[0]] for device in devices]
             staying = [report for report in reports if report.member in members]

@@ -143,7 +143,10 @@ class Generations:
         lost: set[int] = set()
         while self.number not in now.members or now.end:
             if now.end:
-                raise RunEnded(f"the run that this process was to join has ended: {now.end}")
+                raise RunEnded(
+                    f"the run that this process was to join has ended at step {now.step}: {now.end}; "
+                    "to begin a new one, start all processes again"
+                )
             if (reason := membership.refusal(self.number)) is not None:
                 raise ValueError(f"the run does not take this process in: {reason}")
             if pulse.lowest(now.members, lost, (), self.settings.hang_timeout) is None:

@@ -83,6 +83,8 @@ class Decision(Told):
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
         requests: how many requests to change the members have been looked at.
+        handing_over: whether all that came before are about to leave: they are here once more, so that those who join
+            get what they have.
     """
 
     generation: int
@@ -99,6 +101,7 @@ class Decision(Told):
     restore: str = ""
     fresh: bool = False
     requests: int = 0
+    handing_over: bool = False
 
     @property
     def is_first(self) -> bool:

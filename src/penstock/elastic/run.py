@@ -26,6 +26,7 @@ from penstock.modeling.weights.names import unit_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine, ScheduleMaker
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
+from penstock.runtime.failures.interrupts import EXIT_CODE
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.reforming import reform
 
@@ -40,6 +41,9 @@ class ElasticRun:
         performing: whether `perform` is at work.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
+        saved: step and path of the newest checkpoint that this process has helped to write; None before the first.
+        save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.
+        num_steps: how many steps the run is to make, if that is known.
         num_restored: how many times the run went back to a checkpoint.
         after_update: completes an update, if that needs other ranks: it sends the new weights of a sharded optimizer.
     """
@@ -60,6 +64,9 @@ class ElasticRun:
         self.changes: list[Change] = []
         self.performing = False
         self.last_resort: Any = None
+        self.saved: tuple[int, str] | None = None
+        self.save_unfinished: Callable[[], None] | None = None
+        self.num_steps: int | None = None
         self.num_restored = 0
         self._restoring = self._going_back = False
         self._num_updates = 0
@@ -69,7 +76,7 @@ class ElasticRun:
         self.after_update: Callable[[], Any] | None = None
         self._updated_from: list[LoggedCall] = []
         self._updated: Any = None
-        self._change_due = False
+        self._change_due = generations.now.handing_over
         self._handled = generations.now.requests
         self._change: Change | None = None
         self._redo_from = 0.0
@@ -95,8 +102,8 @@ class ElasticRun:
         return self._perform(LoggedCall(work, trains, local))
 
     def _perform(self, call: LoggedCall) -> Any:
-        if call.trains and not self._log.training:
-            self._change_if_due()
+        while self._change_due and call.trains and not self._log.training:
+            self._change_members()
         while True:
             self.performing = True
             try:
@@ -203,13 +210,19 @@ class ElasticRun:
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def _change_if_due(self) -> None:
-        if not self._change_due:
-            return
+    def _change_members(self) -> None:
+        """Between two steps: take in those who asked to join, and let those go who asked to leave."""
+        self._note_redone()  # the change before, if all that had the values leave: it took in who has them now
         self._change_due = False
         leaving = self.generations.membership.wants_to_leave
         try:
-            hand_over(self.engine, self.states.optimizer, leaving)
+            is_saved = self.saved is not None and self.saved[0] == self.step
+            with self.engine.together(Call.CHANGE, [int(leaving), int(is_saved)]) as said:
+                all_leave, all_saved = (all(facts[index] for facts in said.values()) for index in range(2))
+            if not all_leave:
+                hand_over(self.engine, self.states.optimizer, leaving)
+            elif self.save_unfinished is not None and not all_saved:
+                self.save_unfinished()
             self._to(self._next("a planned change", (), planned=True, leaving=leaving))
         except Exception as error:
             self._recover(error)
@@ -273,8 +286,8 @@ class ElasticRun:
             failed_at or started,
             seconds,
         )
-        if leaving:
-            self._say_goodbye()
+        if leaving and generations.number not in following.members:
+            self._leave(following.end)
         if following.end:
             raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
         self._settle(following)
@@ -285,7 +298,6 @@ class ElasticRun:
         engine = self.engine
         if following.restore:
             self._log.go_back(engine.step_number)
-            self._change_due = False
             self.step, self._restoring, self._going_back = following.step, True, True
             self.num_restored += 1
         elif following.step == self.step + 1:
@@ -294,6 +306,7 @@ class ElasticRun:
         self._lose_gradients()
         self._update = None
         self._handled = max(self._handled, following.requests)
+        self._change_due = following.handing_over
         if following.fresh:
             self._log.begin(engine.step_number)
         self._todo, engine.step_number = self._log.to_repeat(following.calls, following.dropped, self._lose_gradients)
@@ -354,12 +367,19 @@ class ElasticRun:
         if dist.get_rank() == 0:
             logger.warning("%s", change)
 
-    def _say_goodbye(self) -> None:
-        """Leave as requested: the others have what they need."""
-        logger.warning("member %d has left the run after step %d", self.generations.number, self.step)
+    def _leave(self, end: str) -> None:
+        """Leave as requested: the others have what they need, unless the run's `end` is that nobody goes on."""
+        if not end:
+            logger.warning("member %d has left the run after step %d", self.generations.number, self.step)
+        else:
+            total = "" if self.num_steps is None else f" of {self.num_steps}"
+            saved = "this step is not saved"
+            if self.saved is not None and self.saved[0] == self.step:
+                saved = f"saved in {self.saved[1]}"
+            logger.warning("the run ends unfinished at step %d%s: %s; %s", self.step, total, end, saved)
         self.close()
         leave_world()
-        raise SystemExit(0)
+        raise SystemExit(EXIT_CODE if end else 0)
 
     def _owned_parameters(self) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class PluginTraining:
         return epoch, step
 
     def _boost(self, loader: HeterogeneousDataLoader, max_steps: int) -> None:
-        trainer = self.trainer
+        trainer, args = self.trainer, self.trainer.args
         if isinstance(trainer.optimizer, PipelineOptimizer):
             trainer.optimizer = trainer.optimizer.unwrap()
         if trainer._created_lr_scheduler:
@@ -178,6 +179,11 @@ class PluginTraining:
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
         self._take_over()
+        run = self.plugin.run
+        assert run is not None
+        run.num_steps = max_steps
+        if args.save_strategy != "no":
+            run.save_unfinished = partial(trainer._save_checkpoint, trainer.model, trial=None)
         self.booster.register("trainer", self)
 
     @property

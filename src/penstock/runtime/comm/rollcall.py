@@ -60,6 +60,7 @@ class Call(Enum):
     SUM = "sum over pipelines"
     COUNT_LABELS = "the Trainer's training step"
     BETWEEN_STEPS = "the end of an evaluation or a save of the Trainer"
+    CHANGE = "a change of the run's members"
 
     def __str__(self) -> str:
         return self.value

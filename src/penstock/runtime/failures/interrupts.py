@@ -21,6 +21,9 @@ from typing import Any
 HELD = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT") if hasattr(signal, name)
 )
+# The status of a program that a signal ended before its last step: sysexits.h's EX_TEMPFAIL, "the user is invited to
+# retry". Any status but 0 makes torchrun --max-restarts start again.
+EXIT_CODE = 75
 # A launcher may send one signal twice. One that comes again after this many seconds is meant as a second one.
 REPEATED_AFTER = 1.0
 # One that came while an iterator was taken down is sent again this many seconds later: Python drops what is raised
