@@ -21,7 +21,7 @@ from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
-from penstock.modeling.weights.names import alias_groups, unit_of
+from penstock.modeling.weights.names import alias_groups, names_in_units, unit_with
 from penstock.pictures.tables import WIDTH, wrapped
 
 NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"
@@ -177,7 +177,8 @@ def check(
     modules = [model.get_submodule(unit) for unit in units]
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     costs = unit_costs(model, units, inputs=inputs)
-    holders = {names: {unit_of(each, units) for each in names} for names in aliases}
+    homes = names_in_units(model, units)
+    holders = {names: {unit_with(each, homes, units) for each in names} for names in aliases}
     return Report(
         model=name,
         parameters=parameters,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from penstock.layout.layout import Layout
 from penstock.modeling.stage.split import SplitModel
+from penstock.modeling.weights.names import names_in_units
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
@@ -51,6 +52,7 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
         dict(split.model.named_parameters(remove_duplicate=False)),
         sharding.shards if sharding else (),
         sharding.partial if sharding else (),
+        names_in_units(split.model, layout.units),
     )
 
 

@@ -213,7 +213,8 @@ class DataFlow(TorchDispatchMode):
         if self.paused:
             return func(*args, **kwargs)
         sources = self.sources((args, kwargs))
-        leaked = next((source.name for source in sources if isinstance(source, Inside)), None)
+        # The first by name, so that all ranks find the same.
+        leaked = min((source.name for source in sources if isinstance(source, Inside)), default=None)
         if leaked is not None:
             raise ReachedInside(leaked)
         of_loss = any(isinstance(source, Reduced) for source in sources)

@@ -38,7 +38,7 @@ from penstock.modeling.placeholders.caches import narrow_copy
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.stage.named_output import Form, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.names import names_in_units, unit_of
 from penstock.nested import map_tensors, named_tensors
 from penstock.random_state import all_restored, generators_in_use
 
@@ -261,7 +261,8 @@ class _Planner:
 
     def _refuse_module(self, unit: str, given: nn.Module) -> None:
         """Raise `ReachedInside` if a unit is given a module of another one, whose weights it uses itself."""
-        full = next((name for name, module in self._model.named_modules() if module is given), "")
+        homes = names_in_units(self._model, self._functions.units)
+        full = next((homes.get(name, name) for name, module in self._model.named_modules() if module is given), "")
         owner = unit_of(full, self._functions.units)
         tensors = chain(given.named_parameters(), given.named_buffers(), stripped_tensors(given))
         held = next((name for name, _ in tensors), None)
@@ -318,22 +319,22 @@ def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
 
 def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:
     """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units."""
+    homes = names_in_units(model, functions.units)
     for prefix, module in model.named_modules():
-        inside = unit_of(prefix, functions.units)
         for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(tensor, torch.Tensor):
-                full = f"{prefix}.{name}" if prefix else name
-                flow.mark(tensor, (Outside(full) if inside is None else Inside(full),))
+                full = f"{homes.get(prefix, prefix)}.{name}" if prefix else name
+                flow.mark(tensor, (Inside(full) if prefix in homes else Outside(full),))
 
 
 @contextmanager
 def _real_outside(model: nn.Module, units: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
     """Inside, zeros are in the place of meta tensors outside of units (in a model built on the meta device), and copies
     in that of buffers, since the model's code may update them. Gives all of these by name."""
-    real = {}
+    real, homes = {}, names_in_units(model, units)
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and unit_of(prefix, units) is None and (tensor.is_meta or name in module._buffers):
+            if tensor is not None and prefix not in homes and (tensor.is_meta or name in module._buffers):
                 made = torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
                 full = f"{prefix}.{name}" if prefix else name
                 real[full] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made

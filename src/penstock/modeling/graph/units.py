@@ -108,7 +108,7 @@ def _units_for(
     model: nn.Module, arguments: Mapping[str, Any], shape_functions: type[ShapeFunctions]
 ) -> tuple[list[str], Trace, ShapeFunctions]:
     """The units in forward order, a forward on `arguments` with them, and their shape functions."""
-    units = _Candidates(model).found
+    units = _apart(model, _Candidates(model).found)
     if not units:
         raise Untraceable("it has no modules that follow one another")
     for _ in range(MAX_CORRECTIONS):
@@ -117,7 +117,7 @@ def _units_for(
             functions = shape_functions({name: model.get_submodule(name) for name in units})
             found = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
-            units = _without(model, units, leak.tensor, inner_calls)
+            units = _apart(model, _without(model, units, leak.tensor, inner_calls))
             continue
         except Enclosed as enclosed:
             units = _in_one(model, units, enclosed)
@@ -131,7 +131,7 @@ def _units_for(
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
         if not looked_into:
             return _ordered(model, units, found, arguments), found, functions
-        units = [part for unit in units for part in (_parts(model, unit) if unit in looked_into else [unit])]
+        units = _apart(model, [p for unit in units for p in (_parts(model, unit) if unit in looked_into else [unit])])
     raise Untraceable("no modules were found that its forward calls as a whole")
 
 
@@ -245,6 +245,17 @@ def _has_parameters(module: nn.Module) -> bool:
 def _parts(model: nn.Module, unit: str) -> list[str]:
     """The children of a unit that hold parameters."""
     return [f"{unit}.{name}" for name, child in model.get_submodule(unit).named_children() if _has_parameters(child)]
+
+
+def _apart(model: nn.Module, units: list[str]) -> list[str]:
+    """`units` without those that are parts of others under a second name, and each once."""
+    modules = {unit: model.get_submodule(unit) for unit in units}
+    inside = {part for module in modules.values() for part in module.modules() if part is not module}
+    first: dict[nn.Module, str] = {}
+    for unit, module in modules.items():
+        if module not in inside:
+            first.setdefault(module, unit)
+    return list(first.values())
 
 
 def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:

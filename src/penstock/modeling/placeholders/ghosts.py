@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -21,10 +21,13 @@ from transformers import PretrainedConfig
 from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of, known_of, on_another_stage, record_of
 
 
-def strip(module: nn.Module) -> None:
-    """Turn `module` and everything below it into a ghost, in place; `restore` is the way back. The parameters are left
-    alone: whoever still holds one (an optimizer, a tied holder) keeps it whole."""
+def strip(module: nn.Module, kept_modules: Collection[nn.Module] = ()) -> None:
+    """Turn `module` and everything below it into a ghost, in place, but for `kept_modules`, which are also parts of
+    others; `restore` is the way back. The parameters are left alone: whoever still holds one (an optimizer, a tied
+    holder) keeps it whole."""
     for child in module.modules():
+        if child in kept_modules:
+            continue
         record = record_of(child)
         absent = record.absent = record.absent or {}
         for registry, kind in ((child._parameters, "parameter"), (child._buffers, "buffer")):

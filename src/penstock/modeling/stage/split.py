@@ -122,10 +122,12 @@ class SplitModel:
         names = {name: group[0] for group in self.aliases for name in group}
         foreign: dict[str, nn.Parameter] = {}
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        local = (self._forwards.units[unit] for unit, stage in self._stage_of.items() if stage in self.local_stages)
+        kept = {part for module in local for part in module.modules()}
         for unit, stage in self._stage_of.items():
             module = self._forwards.units[unit]
             if stage not in self.local_stages:
-                strip(module)
+                strip(module, kept)
                 foreign.update((f"{unit}.{name}", parameter) for name, parameter in absent_parameters(module))
             elif is_ghost(module):
                 found.update((f"{unit}.{name}", (tensor, like)) for name, tensor, like in restore(module, device))

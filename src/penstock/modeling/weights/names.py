@@ -22,6 +22,27 @@ def unit_of(name: str, units: Collection[str]) -> str | None:
     return name or None
 
 
+def names_in_units(model: nn.Module, units: Collection[str]) -> dict[str, str]:
+    """For every name of a module that is a unit, or a part of one, its name in that unit. A module is itself and not
+    its name: `self.last_norm = self.blocks[3].norm` is a part of `blocks.3`, wherever else it is registered."""
+    inside: dict[nn.Module, str] = {}
+    for unit in units:
+        for name, module in model.get_submodule(unit).named_modules(prefix=unit):
+            inside.setdefault(module, name)
+    everywhere = model.named_modules(remove_duplicate=False)
+    return {
+        name: inside[module] if unit_of(name, units) is None else name
+        for name, module in everywhere
+        if module in inside
+    }
+
+
+def unit_with(tensor: str, homes: Mapping[str, str], units: Collection[str]) -> str | None:
+    """The unit that holds the tensor of this name; None for one outside of all units. `homes`: `names_in_units`."""
+    module = tensor.rpartition(".")[0]
+    return unit_of(homes.get(module, module), units)
+
+
 def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
     return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
 
@@ -34,16 +55,23 @@ def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stag
 
 def strip_foreign(model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
     """Turn the units of other stages into ghosts."""
+    local = (unit for stage in local_stages for unit in stages[stage])
+    kept = {part for unit in local for part in model.get_submodule(unit).modules()}
     for unit in foreign_units(stages, local_stages):
-        strip(model.get_submodule(unit))
+        strip(model.get_submodule(unit), kept)
 
 
 def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
     """For each stage the elements of the parameters it holds: those of its units, and those outside of all units. A
     tied weight counts once on each stage that holds it, so the sum may exceed the model's size."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    held = [held_names(parameters, stages, [stage]) for stage in range(len(stages))]
-    return [sum(parameter.numel() for parameter in {parameters[name] for name in names}) for names in held]
+    units = {unit: stage for stage, names in enumerate(stages) for unit in names}
+    homes, everywhere = names_in_units(model, units), range(len(stages))
+    held: list[set[nn.Parameter]] = [set() for _ in stages]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_with(name, homes, units)
+        for stage in everywhere if unit is None else (units[unit],):
+            held[stage].add(parameter)
+    return [sum(parameter.numel() for parameter in parameters) for parameters in held]
 
 
 def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.layout.layout import Layout
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.names import unit_with
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def find_holders(
     local: Mapping[str, torch.nn.Parameter],
     sharded: Collection[str] = (),
     partial: Collection[str] = (),
+    homes: Mapping[str, str] | None = None,
 ) -> tuple[list[HeldParameter], set[tuple[int, ...]]]:
     """The local parameters with their holders, in an order all ranks share, and every set of several holders there is.
     A parameter outside every unit is held by all ranks.
@@ -64,6 +65,7 @@ def find_holders(
         sharded: names of those of which each rank of a tensor-parallel group holds another slice.
         partial: names of those that these ranks hold whole, but of whose gradient each has only a part: all of them are
             holders, so that the parts are summed.
+        homes: the names in units of the modules that have several, see `names_in_units`.
     """
     units = set(layout.units)
     held: list[HeldParameter] = []
@@ -73,7 +75,7 @@ def find_holders(
         for index in range(layout.tensor_parallel_size):
             holders: set[int] = set()
             for name in names:
-                unit = unit_of(name, units)
+                unit = unit_with(name, homes or {}, units)
                 every_rank = (rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
                 holders.update(every_rank if unit is None else layout.holders(unit, index))
             by_index.append(holders)
