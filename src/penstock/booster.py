@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from penstock.checkpoint import model_methods
 from penstock.checkpoint.load import is_parallelized
 from penstock.data.batch import MicrobatchedBatch
-from penstock.data.loader import Batches, HeterogeneousDataLoader
+from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.run import Change, ElasticRun
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
@@ -129,37 +129,10 @@ class Booster:
             ValueError: there is nothing to compute a loss from.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """
-        pipeline, run = _pipeline_of(model), self.plugin.run
+        pipeline = _pipeline_of(model)
         step = partial(self._step, pipeline, criterion, optimizer, return_loss, return_outputs)
-        if run is None:
-            return step(next(data_iter))
-        if not isinstance(data_iter, Batches):
-            raise TypeError(
-                f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "
-                f"{type(data_iter).__name__}"
-            )
-        position, restored, trains = data_iter.position, run.num_restored, torch.is_grad_enabled()
-        synchronises = pipeline.synchronises
-
-        def execute() -> dict[str, Any]:
-            nonlocal position, restored
-            moved = trains and restored != run.num_restored
-            if moved:  # the loader went back to its position in the checkpoint
-                position, restored = data_iter.position, run.num_restored
-            data_iter.seek(position)
-            pause = contextlib.nullcontext() if synchronises else pipeline.no_sync()
-            with torch.set_grad_enabled(trains), pause:
-                try:
-                    return step(next(data_iter))
-                except StopIteration:
-                    if not moved:
-                        raise
-                    data_iter.follow()  # into the next epoch
-                    position = data_iter.position
-                    return step(next(data_iter))
-
-        result: dict[str, Any] = run.perform(execute, trains)
-        return result
+        pause = None if pipeline.synchronises else pipeline.no_sync
+        return pipeline.recovery.execute(data_iter, step, pause)
 
     def _step(
         self,
@@ -259,7 +232,7 @@ class Booster:
             model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
             pipeline.board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
 
-        self._on_all_ranks(save)
+        pipeline.recovery.do(save)
 
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load into `model` the weights of the folder `checkpoint`, from `save_model`, `save_parallelized` or
@@ -293,14 +266,7 @@ class Booster:
             model_methods.save_optimizer_state(optimizer, pipeline, checkpoint)
             pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
-        self._on_all_ranks(save)
-
-    def _on_all_ranks(self, work: Callable[[], None]) -> None:
-        """Do something without gradients; with `elastic=` again after a rank was lost."""
-        if self.plugin.run is None:
-            work()
-        else:
-            self.plugin.run.do(work)
+        pipeline.recovery.do(save)
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
         """Load into `optimizer` what `save_optimizer` wrote to the folder `checkpoint`, with any pipelines.

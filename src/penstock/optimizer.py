@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from penstock.runtime.engine import Engine
-
-if TYPE_CHECKING:
-    from penstock.elastic.run import ElasticRun
 
 
 @dataclass
@@ -105,7 +102,6 @@ class PipelineOptimizer(Optimizer):
         self.step_was_skipped = False
         self.num_skipped_steps = 0
         self._grad_norm: torch.Tensor | None = None
-        self.run: ElasticRun | None = None
         if loss_scale is not None:
             pipeline.loss_scale = loss_scale.scale
 
@@ -148,8 +144,7 @@ class PipelineOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None, or to zeros without `set_to_none`."""
         self.optim.zero_grad(set_to_none)
-        if self.run is not None:
-            self.run.drop()
+        self.pipeline.recovery.drop()
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward of a yielded `loss`."""
@@ -171,7 +166,7 @@ class PipelineOptimizer(Optimizer):
 
     def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
         """Change the gradients; the change is repeated if they are computed again."""
-        return change() if self.run is None else self.run.perform(change, trains=True, local=local)
+        return self.pipeline.recovery.perform(change, trains=True, local=local)
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
@@ -184,9 +179,7 @@ class PipelineOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError("an optimizer's step over pipelines takes no closure: run the step's forwards before it")
-        if self.run is not None:
-            return self.run.commit(self._prepare)
-        return self._prepare()()
+        return self.pipeline.recovery.commit(self._prepare)
 
     def _prepare(self) -> Callable[[], Any]:
         """The part of a step that needs other ranks; the update itself needs none."""

@@ -27,7 +27,7 @@ from penstock.modeling.instrumentation import known_of, mix_in, original_class, 
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.modeling.weights.names import of_diffusers
-from penstock.pictures.recorder import Recorder
+from penstock.pictures.recorder import Timeline
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics
@@ -104,8 +104,8 @@ class PipelineModel(_Module):
         """
         if torch.compiler.is_dynamo_compiling():
             refuse_compilation(type(self).__name__)
-        if (forward := self.pipeline.forward) is not None:
-            return forward(self._bind(args, kwargs))
+        if meanings := record_of(self).meanings:
+            return meanings[-1](self._bind(args, kwargs))
         criterion = record_of(self).criterion
         if "criterion" in kwargs and (kwargs["criterion"] is None or callable(kwargs["criterion"])):
             criterion = kwargs.pop("criterion")
@@ -381,7 +381,7 @@ def attach(
     _hand_over_saving(type(model))
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
-    pipeline.make_recorder = lambda engine: Recorder(engine.context, engine.channels)
+    pipeline.observers.append(Timeline())
     return model
 
 

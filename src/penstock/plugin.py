@@ -451,7 +451,7 @@ class HeterogeneousParallelPlugin:
                         "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
                     )
             wrapped = self._wrap(optimizer, model)
-            self.run = wrapped.run = ElasticRun(generations, states, model.pipeline, on_layout)
+            self.run = ElasticRun(generations, states, model.pipeline, on_layout)
         except BaseException:
             generations.close()  # the others must not count on this process
             raise

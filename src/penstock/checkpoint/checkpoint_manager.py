@@ -91,11 +91,10 @@ class CheckpointManager:
             **objects,
         }
         self._participants = Participants(base_of(model))
-        if (elastic := self._participants.elastic) is not None:
-            if on_signal:
-                raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")
-            elastic.last_resort = self
-            elastic.save_unfinished = self._save_unfinished
+        recovery = self._participants.recovery
+        if recovery.repeats and on_signal:
+            raise ValueError("with elastic= a process that gets a SIGTERM leaves the run: leave on_signal out")
+        recovery.last_resort, recovery.save_unfinished = self, self._save_unfinished
         self._every, self._keep_last, self._asynchronous = every, keep_last, asynchronous
         self._on_signal = on_signal
         self._signalled = 0
@@ -109,37 +108,29 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none of them can be loaded.
         """
-        if (elastic := self._participants.elastic) is not None:
-            return self._resume_elastic(elastic)
-        return self._load() or 0
-
-    def _load(self) -> int | None:
-        """The step of what was loaded, if there was anything."""
-        self.last = load_if_any(self.folder, self._model, **self._state)
-        return None if self.last is None else self.last.step
-
-    def _resume_elastic(self, run: Any) -> int:
-        """As `resume`. A process that joins a run gets its state from the others, and does not load anything."""
-        errors: list[CheckpointError] = []
+        recovery, errors = self._participants.recovery, list[CheckpointError]()
 
         def load() -> int | None:
             errors.clear()
             try:
-                return self._load()
-            except CheckpointError as error:
+                self.last = load_if_any(self.folder, self._model, **self._state)
+            except CheckpointError as error:  # which no rank is lost by
                 errors.append(error)
                 return None
+            return None if self.last is None else self.last.step
 
-        if not run.joined:
-            run.load(load)
+        if not recovery.joined:  # a process that joins a run gets its state from the others
+            recovery.load(load)
         if errors:
             raise errors[0]
-        return int(run.step)
+        loaded = 0 if self.last is None else self.last.step or 0
+        return recovery.step if recovery.repeats else loaded
 
-    def newest(self) -> tuple[int, str] | None:
-        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none."""
+    def newest(self, objects: Mapping[str, Any]) -> tuple[int, str] | None:
+        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none, or if what it
+        saves is without one of the run's `objects`."""
         known = [id(one) for one in self._state.values()]
-        objects = {"optimizer": self._state["optimizer"] or self, **self._participants.elastic.states.objects}
+        objects = {"optimizer": self._state["optimizer"] or self, **objects}
         if missing := [name for name, one in objects.items() if id(one) not in known]:
             logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
             return None
@@ -197,7 +188,7 @@ class CheckpointManager:
 
     def _save_unfinished(self) -> None:
         """All processes of an elastic run leave it."""
-        self._write(self._participants.elastic.step)
+        self._write(self._participants.recovery.step)
 
     def finish(self) -> None:
         """Wait for what is being written. Raises CheckpointError if some rank could not write."""

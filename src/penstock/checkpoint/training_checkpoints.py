@@ -36,6 +36,7 @@ from penstock.modeling.weights.names import of_diffusers
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.runtime.recovery import NoRecovery, Recovery
 
 logger = logging.getLogger(__name__)
 
@@ -104,25 +105,25 @@ def save_checkpoint(
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
     model = base_of(model)
     run = Participants(model)
-    if (elastic := run.elastic) is not None and not elastic.performing:
+    if (recovery := run.recovery).repeats and not recovery.performing:
         if asynchronous:
             raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
-        if elastic.accumulating:
+        if recovery.accumulating:
             raise ValueError(
                 "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
                 "of an accumulation"
             )
-        if step not in (None, elastic.step):
-            raise ValueError(f"with elastic= the step is booster.step, which is {elastic.step}, got {step!r}")
+        if step not in (None, recovery.step):
+            raise ValueError(f"with elastic= the step is booster.step, which is {recovery.step}, got {step!r}")
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
-        given = {"model": model, "optimizer": optimizer, "step": elastic.step, "extra": extra, "keep_last": keep_last}
+        given = {"model": model, "optimizer": optimizer, "step": recovery.step, "extra": extra, "keep_last": keep_last}
 
         def save() -> str:
             path = save_checkpoint(folder, **given, **objects)
-            elastic.saved = elastic.step, path
+            recovery.note_saved(path)
             return path
 
-        return str(elastic.do(save, stale=partial(step_folder, folder, elastic.step)))
+        return recovery.do(save, stale=partial(step_folder, folder, recovery.step))
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")
@@ -290,14 +291,14 @@ class Participants:
         return saving_ranks(self.engine)
 
     @property
-    def elastic(self) -> Any:
-        """The elastic run that they are part of, or None."""
-        return None if self.engine is None else self.engine.run
+    def recovery(self) -> Recovery:
+        """What becomes of their calls when one of them is lost."""
+        return NoRecovery() if self.engine is None else self.engine.recovery
 
     def warn_of_gradients(self, optimizer: Optimizer | None) -> None:
         """Warn if there are gradients that no step of the optimizer has used: a save leaves them out. An elastic run
         has such only between its own calls, which it repeats after a loss."""
-        pending = self.engine is None or (self.engine.run is None and self.engine.gradients_pending)
+        pending = self.engine is None or (not self.recovery.repeats and self.engine.gradients_pending)
         groups = [] if optimizer is None else optimizer.param_groups
         if not pending or all(parameter.grad is None for group in groups for parameter in group["params"]):
             return

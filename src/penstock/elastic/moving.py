@@ -5,7 +5,7 @@ process that joins a run is given besides, the states of registered objects.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.gloo import contact
 from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.engine import Engine
-from penstock.runtime.formation import Values
+from penstock.runtime.formation import Migration, Values
 
 
 class _Told(NamedTuple):
@@ -38,9 +38,9 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
     of the model's parameters, or what wraps one. Its state moves along; parameters that it does not know join its first
     group, and the state of those that are held no longer is dropped, once every rank has what it needs."""
 
-    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
         own = getattr(optimizer, "optim", optimizer)
-        _exchange(engine, taken, had, {} if own is None else own.state)
+        _exchange(engine, taken, migration, {} if own is None else own.state)
         if also is not None:
             also(engine)
         dist.all_reduce(torch.zeros(1), group=engine.context.groups.world_control)
@@ -53,16 +53,17 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
 def from_elsewhere(optimizer: Optimizer) -> Values:
     """Leaves newly held values to what is loaded afterwards, and makes the optimizer that of what is held."""
 
-    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor]) -> None:
+    def fill(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
         _fit(getattr(optimizer, "optim", optimizer), engine)
 
     return fill
 
 
-def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
-    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this."""
+def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Migration) -> None:
+    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this, each with
+    its `migration`, which they are added to."""
     context, group = engine.context, engine.context.groups.world_control
-    own, index, elsewhere = engine.values_here(), context.place.tensor_parallel_rank, engine.owned_elsewhere()
+    own, index = engine.values_here(), context.place.tensor_parallel_rank
     state: Any = optimizer.state
     with engine.board.guard("handing over what leaves", context.everyone):
         leaves = torch.tensor([int(leaving)])
@@ -72,7 +73,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
         has = {
             name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
             for name, tensor in own.items()
-            if name not in elsewhere
+            if name not in migration.elsewhere
         }
         every = _exchange_values(engine, (leaving, index, has))
         turn, transfers = 0, _Transfers(group)
@@ -89,7 +90,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool) -> None:
                 elif context.rank == to:
                     spec, described = every[source][2][name]
                     tensor = spec.empty(engine.device)
-                    arrived = partial(engine.given.__setitem__, name, tensor)
+                    arrived = partial(migration.arrived, name, tensor, True)
                     transfers.receive(tensor, engine.known.get(name), state, described, source, arrived)
         transfers.finish()
         dist.all_reduce(leaves, group=group)
@@ -105,15 +106,14 @@ def _fit(optimizer: Optimizer, engine: Engine) -> None:
             del optimizer.state[parameter]
 
 
-def _exchange(
-    engine: Engine, taken: Mapping[str, torch.Tensor], had: MutableMapping[str, torch.Tensor], state: Any
-) -> None:
+def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration, state: Any) -> None:
     context, group = engine.context, engine.context.groups.world_control
+    had, elsewhere = migration.had, migration.elsewhere
     parameters, here = engine.known, engine.values_here()
     owned = {one.name for one in engine.held} - engine.owned_elsewhere()
     # What this rank owns newly comes from former owners, also where it is here: they alone may have the newest weight.
-    needs = {name: name in owned for name in here if name in taken or (name in owned and name in engine.elsewhere)}
-    has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in engine.elsewhere}
+    needs = {name: name in owned for name in here if name in taken or (name in owned and name in elsewhere)}
+    has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in elsewhere}
     mine = context.place.tensor_parallel_rank, needs, has
     every = [_Told(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group)
@@ -134,16 +134,9 @@ def _exchange(
                 transfers.send(had[name], state.get(parameters.get(name), {}) if with_state else {}, to)
             elif context.rank == to:
                 described = every[source].has[name] if with_state else {}
-                arrived = partial(_note_arrived, engine, had, name, here[name], with_state)
+                arrived = partial(migration.arrived, name, here[name], with_state)
                 transfers.receive(here[name], parameters.get(name), state, described, source, arrived)
     transfers.finish()
-
-
-def _note_arrived(
-    engine: Engine, had: MutableMapping[str, torch.Tensor], name: str, tensor: torch.Tensor, with_state: bool
-) -> None:
-    had[name] = tensor
-    (engine.elsewhere.discard if with_state else engine.elsewhere.add)(name)
 
 
 def _exchange_values(engine: Engine, mine: Any) -> list[Any]:

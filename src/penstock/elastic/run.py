@@ -8,14 +8,17 @@ values were lost with all that had them, everybody goes back to the last checkpo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from penstock.data.loader import Batches
 from penstock.elastic.generations import Generations, LeftOut, RunEnded
 from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
@@ -28,6 +31,8 @@ from penstock.runtime.engine import Engine, ScheduleMaker
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.interrupts import EXIT_CODE
 from penstock.runtime.failures.keys import in_one_line
+from penstock.runtime.formation import Migration
+from penstock.runtime.recovery import LastResort
 from penstock.runtime.reforming import reform
 
 logger = logging.getLogger("penstock")
@@ -41,12 +46,12 @@ class ElasticRun:
         performing: whether `perform` is at work.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
-        saved: step and path of the newest checkpoint that this process has helped to write; None before the first.
         save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.
         num_steps: how many steps the run is to make, if that is known.
         num_restored: how many times the run went back to a checkpoint.
-        after_update: completes an update, if that needs other ranks: it sends the new weights of a sharded optimizer.
     """
+
+    repeats = True
 
     def __init__(
         self,
@@ -63,26 +68,27 @@ class ElasticRun:
         self.joined = not generations.now.is_first
         self.changes: list[Change] = []
         self.performing = False
-        self.last_resort: Any = None
-        self.saved: tuple[int, str] | None = None
+        self.last_resort: LastResort | None = None
         self.save_unfinished: Callable[[], None] | None = None
         self.num_steps: int | None = None
+        self._saved: tuple[int, str] | None = None  # step and path of the newest checkpoint written here
         self.num_restored = 0
         self._restoring = self._going_back = False
         self._num_updates = 0
         self._log = Log()
         self._todo: list[LoggedCall] = []
         self._update: Callable[[], Any] | None = None
-        self.after_update: Callable[[], Any] | None = None
+        # Sends the new weights of a sharded optimizer.
+        self._after_update: Callable[[], object] | None = None
         self._updated_from: list[LoggedCall] = []
         self._updated: Any = None
         self._change_due = generations.now.handing_over
         self._handled = generations.now.requests
         self._change: Change | None = None
+        self._migration: Migration | None = None  # of the change under way
         self._redo_from = 0.0
-        engine.run = self
-        engine.on_board = generations.on_board
-        generations.checkpoint = lambda: None if self.last_resort is None else self.last_resort.newest()
+        engine.recovery = self
+        generations.checkpoint = self._newest_checkpoint
         generations.formed()
         self._begin_log()
 
@@ -93,6 +99,15 @@ class ElasticRun:
     def close(self) -> None:
         """End this process's part, after the last step."""
         self.generations.close()
+
+    def note_saved(self, path: str) -> None:
+        self._saved = self.step, path
+
+    def refuse(self, what: str, instead: str) -> None:
+        raise NotImplementedError(f"{what} in an elastic run is not repeated after a loss: {instead}")
+
+    def _newest_checkpoint(self) -> tuple[int, str] | None:
+        return None if self.last_resort is None else self.last_resort.newest(self.states.objects)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -139,6 +154,34 @@ class ElasticRun:
         call = LoggedCall(unless_stale, trains=False)
         return self._perform(call)
 
+    def execute(self, batches: Iterator[Any], step: Callable[[Any], Any], pause: Callable[[], Any] | None) -> Any:
+        """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
+        or, if the run went back to a checkpoint, the one that follows there."""
+        if not isinstance(batches, Batches):
+            raise TypeError(
+                f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "
+                f"{type(batches).__name__}"
+            )
+        position, restored, trains = batches.position, self.num_restored, torch.is_grad_enabled()
+
+        def once() -> Any:
+            nonlocal position, restored
+            moved = trains and restored != self.num_restored
+            if moved:  # the loader went back to its position in the checkpoint
+                position, restored = batches.position, self.num_restored
+            batches.seek(position)
+            with torch.set_grad_enabled(trains), contextlib.nullcontext() if pause is None else pause():
+                try:
+                    return step(next(batches))
+                except StopIteration:
+                    if not moved:
+                        raise
+                    batches.follow()  # into the next epoch
+                    position = batches.position
+                    return step(next(batches))
+
+        return self.perform(once, trains)
+
     def load(self, load: Callable[[], int | None]) -> None:
         """Load all values on all ranks, again after a rank was lost. `load`: returns the step of what it has loaded;
         None if nothing has changed."""
@@ -154,7 +197,7 @@ class ElasticRun:
 
     def commit(self, prepare: Callable[[], Callable[[], Any]]) -> Any:
         """Make an update on all ranks or on none. `prepare`: does what needs other ranks, and returns the update, which
-        needs none but for `after_update`."""
+        needs none but for what `complete_update` is given."""
         before = self._num_updates
         while self._num_updates == before:
             try:
@@ -166,14 +209,17 @@ class ElasticRun:
             else:
                 self._make_update()
         self._note_redone()
-        if self.after_update is not None:
+        if self._after_update is not None:
             made_from, restored = self._updated_from, self.num_restored
-            self.do(self.after_update, stale=lambda: None)
+            self.do(self._after_update, stale=lambda: None)
             if self.num_restored != restored:  # the update is lost: make it again where the run is now
                 for call in made_from:
                     self._perform(call)
                 return self.commit(prepare)
         return self._updated
+
+    def complete_update(self, work: Callable[[], object]) -> None:
+        self._after_update = work
 
     @property
     def accumulating(self) -> bool:
@@ -189,7 +235,7 @@ class ElasticRun:
 
     def _make_update(self) -> None:
         assert self._update is not None
-        self._updated_from, self.after_update = self._log.training, None
+        self._updated_from, self._after_update = self._log.training, None
         self._updated, self._update = self._update(), None
         self.step += 1
         self._num_updates += 1
@@ -216,11 +262,12 @@ class ElasticRun:
         self._change_due = False
         leaving = self.generations.membership.wants_to_leave
         try:
-            is_saved = self.saved is not None and self.saved[0] == self.step
+            self._migration = Migration.of(self.engine)
+            is_saved = self._saved is not None and self._saved[0] == self.step
             with self.engine.together(Call.CHANGE, [int(leaving), int(is_saved)]) as said:
                 all_leave, all_saved = (all(facts[index] for facts in said.values()) for index in range(2))
             if not all_leave:
-                hand_over(self.engine, self.states.optimizer, leaving)
+                hand_over(self.engine, self.states.optimizer, leaving, self._migration)
             elif self.save_unfinished is not None and not all_saved:
                 self.save_unfinished()
             self._to(self._next("a planned change", (), planned=True, leaving=leaving))
@@ -247,6 +294,7 @@ class ElasticRun:
         started, failed_at = time.time(), engine.board.failed_at
         generations.membership.unwatch()
         engine.dissolve()
+        self._migration = self._migration or Migration.of(engine)
         report = MemberReport(
             generations.number,
             self.step,
@@ -254,10 +302,10 @@ class ElasticRun:
             self._log.dropped,
             leaving,
             suspects,
-            self._held_units(),
+            self._held_units(self._migration),
             ready=planned,
             going_back=self._going_back,
-            owned=self._owned_parameters(),
+            owned=self._owned_parameters(self._migration),
         )
         try:
             following = generations.end(report, announce=not planned)
@@ -324,13 +372,21 @@ class ElasticRun:
         self.generations.meet()
         values = from_elsewhere(self.states.optimizer) if following.restore else self.states.values(following)
 
-        def timed_values(engine: Engine, taken: Any, had: Any) -> None:
+        def timed_values(engine: Engine, taken: Any, migration: Migration) -> None:
             started = time.perf_counter()
-            values(engine, taken, had)
+            values(engine, taken, migration)
             change.seconds["move"] = time.perf_counter() - started
             change.num_bytes = sum(tensor.nbytes for tensor in taken.values())
 
-        reform(engine, layout, make_schedule, values=timed_values)
+        reform(
+            engine,
+            layout,
+            make_schedule,
+            values=timed_values,
+            migration=self._migration,
+            on_board=self.generations.on_board,
+        )
+        self._migration = None
         self.generations.formed()
         if following.restore:
             self._restore(following, change)
@@ -374,30 +430,29 @@ class ElasticRun:
         else:
             total = "" if self.num_steps is None else f" of {self.num_steps}"
             saved = "this step is not saved"
-            if self.saved is not None and self.saved[0] == self.step:
-                saved = f"saved in {self.saved[1]}"
+            if self._saved is not None and self._saved[0] == self.step:
+                saved = f"saved in {self._saved[1]}"
             logger.warning("the run ends unfinished at step %d%s: %s; %s", self.step, total, end, saved)
         self.close()
         leave_world()
         raise SystemExit(EXIT_CODE if end else 0)
 
-    def _owned_parameters(self) -> tuple[str, ...]:
+    def _owned_parameters(self, migration: Migration) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""
         engine = self.engine
         if self._restoring or engine.with_owners is None:
             return ()
-        here = _value_names(engine)
-        return tuple(name for name in engine.known if name in here and name not in engine.elsewhere)
+        return tuple(name for name in engine.known if name in migration.had and name not in migration.elsewhere)
 
-    def _held_units(self) -> tuple[str, ...]:
+    def _held_units(self, migration: Migration) -> tuple[str, ...]:
         """The units whose values are all here."""
         if self._restoring:  # what is here may be half loaded
             return ()
         engine = self.engine
         units = engine.layout.units
-        known, lacking = _value_names(engine), set[str | None]()
+        lacking = set[str | None]()
         for names in engine.split.aliases:
-            if names[0] not in known:
+            if names[0] not in migration.had:
                 lacking.update(unit_of(name, units) for name in names)
         return tuple(unit for unit in units if unit not in lacking)
 
@@ -454,8 +509,3 @@ class Change:
             f"generation {self.generation} at step {self.step}: {who or self.cause}; now {' + '.join(self.pipelines)} "
             f"(stages x microbatches){back}; {self.total:.2f} s: {phases}"
         )
-
-
-def _value_names(engine: Engine) -> Collection[str]:
-    """The unsplit names of what this rank has the values of, also while a re-formation is not complete."""
-    return engine.values_here() | engine.given if engine.had is None else engine.had

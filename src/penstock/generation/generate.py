@@ -29,7 +29,7 @@ from penstock.generation.choosing import Choosing, RowsOfBatch
 from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.instrumentation import OnAnotherStage
+from penstock.modeling.instrumentation import OnAnotherStage, called_as
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.stage.named_output import output_with_loss
 from penstock.runtime.gradients.precision import autocast
@@ -69,7 +69,7 @@ def generate(
     decoding = decoding_of(model.pipeline)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with decoding.session(), mock.patch.object(model.pipeline, "forward", decoding.forward):
+    with decoding.session(), called_as(model, decoding.forward):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)

@@ -252,8 +252,8 @@ class PipelineTrainerMixin(Trainer):
         resume = self._engine.board.resume
         resume.clear()
         resume["trainer"] = "trainer.train(resume_from_checkpoint=True)"
-        if self._plugin is not None and (run := self._plugin.plugin.run) is not None:
-            run.saved = run.step, os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        path = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        self._engine.recovery.note_saved(path)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's. On a rank that has nothing to train it gets what `model.parameters()` ends with."""

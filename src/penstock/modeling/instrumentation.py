@@ -34,6 +34,8 @@ class Record:
     tensor_parallel: Any = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `TensorParallel.apply` takes them
     engine: Any = None
+    # What a call of the model means for now, the last one first; none: a step or an evaluation.
+    meanings: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     configuration: Any = None  # what `initialize()` was asked for
     criterion: Any = None  # what gives its loss; None for the model's own
     stand_in: nn.Parameter | None = None  # for the optimizer of a rank that has nothing to train
@@ -51,6 +53,17 @@ def record_of(module: nn.Module) -> Record:
     """The record of a module, made if it has none."""
     record: Record = module.__dict__.setdefault(_ATTRIBUTE, Record())
     return record
+
+
+@contextmanager
+def called_as(model: nn.Module, meaning: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, a call of the parallelised model is one of `meaning` with its arguments by name."""
+    meanings = record_of(model).meanings
+    meanings.append(meaning)
+    try:
+        yield
+    finally:
+        meanings.pop()
 
 
 def known_of(module: nn.Module) -> Record:

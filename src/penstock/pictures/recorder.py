@@ -4,63 +4,81 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from penstock.pictures.timeline import EventKind, TimedEvent, with_waits, write_timeline
-from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.context import RankContext
+from penstock.runtime.engine import Engine
 
 # Waits shorter than this are the cost of the check, not waiting.
 SHORTEST_WAIT = 20e-6
 
 
+class Timeline:
+    """Writes `engine.trace`: the timeline of the first pipeline in the steps that `engine.trace_steps` says."""
+
+    @contextmanager
+    def observing(self, engine: Engine, number: int) -> Iterator[Recorder | None]:
+        steps = engine.trace_steps
+        if not engine.trace or not (steps is None or steps[0] <= number <= steps[1]):
+            yield None
+            return
+        recorder = engine.of_formation(Recorder)
+        with recorder.recording():
+            yield recorder
+        goes_on = steps is not None and number > steps[0]
+        recorder.gather(engine.trace if engine.rank == 0 else None, number, goes_on)
+
+
 class Recorder:
     """Collects one rank's events, step by step. Times are this process's monotonic clock, in seconds."""
 
-    def __init__(self, context: RankContext, channels: P2PChannels):
-        self._context, self._channels = context, channels
-        self._rank = context.place.pipeline_rank
+    def __init__(self, engine: Engine):
+        self._context, self._channels = engine.context, engine.channels
+        self._rank = self._context.place.pipeline_rank
         self._events: list[TimedEvent] = []
         self._waited_until = 0.0
         # Where the file is written, the events of all ranks in the steps that are in it.
         self._written: list[TimedEvent] = []
         self._began: float | None = None
 
-    def recording(
-        self, step: Generator[Any, None, None], path: str | os.PathLike[str] | None, number: int, goes_on: bool = False
-    ) -> Generator[Any, None, None]:
-        """Run `step`, the training step `number`, and record it. If a path is given, write there what all ranks of the
-        pipeline recorded, after the steps that are there already if it `goes_on`."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around a step."""
         self._events.clear()
         self._channels.on_wait = self.wait
         try:
-            yield from step
+            yield
         finally:
             self._channels.on_wait = None
+
+    def gather(self, path: str | os.PathLike[str] | None, number: int, goes_on: bool) -> None:
+        """Gather what all ranks of the pipeline recorded in the training step `number`. If a path is given, write it
+        there, after the steps that are there already if it `goes_on`."""
         group = self._context.groups.pipeline_control
         with self._context.board.guard("working together"):
             events, began = self._gather(group)
-            if path is not None:
-                if not goes_on:
-                    self._written, self._began = [], None
-                if self._began is None:
-                    self._began = began
-                later = began - self._began
-                self._written += [
-                    replace(event, start=event.start + later, end=event.end + later, step=number) for event in events
-                ]
-                numbers = sorted({event.step for event in self._written if event.step is not None})
-                which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
-                path = Path(path)
-                draft = path.with_name(f".{path.stem}.draft{path.suffix}")
-                write_timeline(self._written, draft, f"{which} on {dist.get_world_size(group)} ranks, as run")
-                os.replace(draft, path)  # whole or not at all
+        if path is None:
+            return
+        if not goes_on:
+            self._written, self._began = [], None
+        if self._began is None:
+            self._began = began
+        later = began - self._began
+        self._written += [
+            replace(event, start=event.start + later, end=event.end + later, step=number) for event in events
+        ]
+        numbers = sorted({event.step for event in self._written if event.step is not None})
+        which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
+        path = Path(path)
+        draft = path.with_name(f".{path.stem}.draft{path.suffix}")
+        write_timeline(self._written, draft, f"{which} on {dist.get_world_size(group)} ranks, as run")
+        os.replace(draft, path)  # whole or not at all
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         """An action that ran from `start` to `end`; what it waited for its input is not counted as its own."""

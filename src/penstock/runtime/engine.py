@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,9 @@ from penstock.runtime.inputs import (
 )
 from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.parts import Parts, ScheduleMaker
+from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.report import StepReport
-from penstock.runtime.step import TrainingStep
+from penstock.runtime.step import StepNotes, TrainingStep
 from penstock.schedule.actions import check_trains
 
 DEFAULT_MICROBATCHES_PER_RANK = 4
@@ -68,6 +69,14 @@ FOR_USERS = ["close", "device", "grad_norm", "last_step", "layout", "place", "ra
 FOR_USERS += ["trace_steps", "weight_gradients"]
 
 T = TypeVar("T")
+
+
+class StepObserver(Protocol):
+    """Observes the training steps of an engine that has it among its `observers`."""
+
+    def observing(self, engine: Engine, number: int) -> contextlib.AbstractContextManager[StepNotes | None]:
+        """Around training step `number` on each rank: gives what notes its events, or None for a step that it passes
+        over. All ranks decide alike, and may work together after the step."""
 
 
 class Engine:
@@ -90,12 +99,8 @@ class Engine:
             otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
         known: every parameter of the model, by its unsplit name, with or without storage here.
-        given: what this rank does not hold, but has the values of until the next re-formation; see `moving.hand_over`.
-        forward: while it is set, a call of the model means it: generation's single forwards.
-        make_recorder: makes what records the timeline of a step for `trace`; None records nothing.
-        had: until a re-formation is complete, the values that were here before it; `lacking`, the names of what has
-            none here until then; `elsewhere`, of what was here before, the names of what other ranks own.
-        on_board: is given the failure board of each re-formation when that begins.
+        recovery: what becomes of calls when a rank is lost.
+        observers: are told what training steps do.
     """
 
     def __init__(
@@ -128,16 +133,10 @@ class Engine:
         self.own_means = False
         self.step_number = 0
         self.seed: int | None = None
-        self.on_board: Callable[[FailureBoard], object] = lambda board: None
-        self.run: Any = None
-        self.forward: Callable[[dict[str, Any]], Any] | None = None
-        self.make_recorder: Callable[[Engine], Any] | None = None
+        self.recovery: Recovery = NoRecovery()
+        self.observers: list[StepObserver] = []
         self.timeout, self.patience = timeout, patience
         self.synchronises = True
-        self.had: dict[str, torch.Tensor] | None = None
-        self.lacking: set[str] = set()
-        self.elsewhere: set[str] = set()
-        self.given: dict[str, torch.Tensor] = {}
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
         self.media = MediaTokens.of(getattr(split.model, "config", None))
@@ -171,13 +170,10 @@ class Engine:
     def dissolve(self) -> None:
         """Give up the present formation: groups, hooks, threads. The model keeps its weights."""
         self.parts.give_up()
-        if self.had is None:
-            self.elsewhere = self.owned_elsewhere() - self.given.keys()
 
     def close(self) -> None:
         """Give up the process groups, and an elastic run. The model keeps its weights but runs no more steps."""
-        if self.run is not None:
-            self.run.close()
+        self.recovery.close()
         self.dissolve()
 
     # -- what it is ------------------------------------------------------------------------------------------------
@@ -294,11 +290,8 @@ class Engine:
         return TrainingLoop(step, partial(self._run, step, settings), self.parts.open_step)
 
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
-        number, steps = self.step_number, self.trace_steps
+        number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
-        recorder = None
-        if self.trace and self.make_recorder is not None and (steps is None or steps[0] <= number <= steps[1]):
-            recorder = self.of_formation(self.make_recorder)
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
@@ -308,11 +301,9 @@ class Engine:
             return states_of_stages(said, self.context, training=True)
 
         try:
-            if recorder is None:
-                yield from step.run(all_begin, number)
-            else:
-                path, goes_on = self.trace if self.rank == 0 else None, steps is not None and number > steps[0]
-                yield from recorder.recording(step.run(all_begin, number, recorder), path, number, goes_on)
+            with contextlib.ExitStack() as observed:
+                seen = [observed.enter_context(one.observing(self, number)) for one in self.observers]
+                yield from step.run(all_begin, number, [notes for notes in seen if notes is not None])
         finally:
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
                 self.report = step.report
@@ -390,11 +381,9 @@ class Engine:
 
     def norm_of(self, held: Sequence[HeldParameter], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """The norm of the gradients of `held` and of what the other ranks give; every rank calls it."""
-        if self.run is not None:
-            raise NotImplementedError(
-                "torch.nn.utils.clip_grad_norm_ in an elastic run is not repeated after a loss: clip with "
-                "booster.clip_grad_norm, or optimizer.clip_grad_by_norm"
-            )
+        self.recovery.refuse(
+            "torch.nn.utils.clip_grad_norm_", "clip with booster.clip_grad_norm, or optimizer.clip_grad_by_norm"
+        )
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
         mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]

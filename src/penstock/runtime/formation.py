@@ -6,7 +6,8 @@ together. See `reforming` for what may come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,43 @@ from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
 
-# Fills in what a rank holds newly after a re-formation: given the engine, these parameters and buffers by their unsplit
-# names, and the values that the rank had before, which are nobody's any more afterwards. What it adds to the latter
-# counts as had if the re-formation fails and another is tried.
-Values = Callable[[Engine, Mapping[str, torch.Tensor], MutableMapping[str, torch.Tensor]], None]
+
+@dataclass
+class Migration:
+    """What a change of the layout finds on this rank, and moves: one object from its beginning to its end, over
+    re-formations that fail. Values are parameters and buffers, by unsplit name.
+
+    Attributes:
+        had: the values that this rank has. What it receives meanwhile is added, so that it counts in another attempt.
+        lacking: names of what it holds newly, and has no values of yet.
+        elsewhere: names of what it has but does not own: with a sharded optimizer its newest value and its state are on
+            other ranks.
+    """
+
+    had: dict[str, torch.Tensor] = field(default_factory=dict)
+    lacking: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Migration:
+        """That of an engine that stands, or was dissolved."""
+        found = cls()
+        found.take_stock(engine)
+        return found
+
+    def take_stock(self, engine: Engine) -> None:
+        """Begin with what the engine holds now, all of which has its values."""
+        self.had, self.lacking, self.elsewhere = engine.values_here(), set(), engine.owned_elsewhere()
+
+    def arrived(self, name: str, tensor: torch.Tensor, with_state: bool) -> None:
+        """A value has come, and its optimizer's state if `with_state`."""
+        self.had[name] = tensor
+        (self.elsewhere.discard if with_state else self.elsewhere.add)(name)
+
+
+# Fills in what a rank holds newly: given the engine, these parameters and buffers by their unsplit names, and what the
+# rank has of the time before.
+Values = Callable[[Engine, Mapping[str, torch.Tensor], Migration], None]
 
 
 def parallelize(
@@ -92,7 +126,7 @@ def form_first(
         if values is None:
             copy_from_first_holders(engine.held, engine.split.model, engine.context.groups)
         else:
-            values(engine, engine.values_here(), {})
+            values(engine, engine.values_here(), Migration())
 
     form(engine, layout, make_schedule, board, fill)
     torch_calls.follow(engine)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,21 @@ from penstock.runtime.comm.forming import forming, job_board
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.formation import Values, form, form_first
+from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.formation import Migration, Values, form, form_first
 from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.parts import ScheduleMaker, holders_of
 
 
-def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None = None, *, values: Values) -> None:
+def reform(
+    engine: Engine,
+    layout: Layout,
+    make_schedule: ScheduleMaker | None = None,
+    *,
+    values: Values,
+    migration: Migration | None = None,
+    on_board: Callable[[FailureBoard], object] = lambda board: None,
+) -> None:
     """Take up another layout with the same model, the same parameters and the same optimizer.
 
     The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
@@ -38,6 +47,8 @@ def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None =
     Args:
         make_schedule: for this rank's pipeline; by default the present one, if it fits.
         values: fills in what is held newly: from a checkpoint, or from the ranks that have them (`from_live_ranks`).
+        migration: of an attempt that failed before, or that has begun to move values.
+        on_board: is given the failure board first of all.
     """
     size, before = layout.tensor_parallel_size, engine.layout
     if layout.world_size != dist.get_world_size():
@@ -55,28 +66,25 @@ def reform(engine: Engine, layout: Layout, make_schedule: ScheduleMaker | None =
     engine.dissolve()
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
-    with forming(engine.timeout, engine.on_board) as board:
+    migration = Migration.of(engine) if migration is None else migration
+    with forming(engine.timeout, on_board) as board:
         board.resume.update(saved)
-        # If the last attempt failed, what is held may have no values: those that were there before it count.
-        if engine.had is None:
-            engine.had = engine.values_here() | engine.given
         engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
-        engine.lacking |= set(engine.split.taken)
-        form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values))
+        migration.lacking |= set(engine.split.taken)
+        form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values, migration))
 
 
-def _fill(engine: Engine, values: Values) -> None:
+def _fill(engine: Engine, values: Values, migration: Migration) -> None:
     """After a re-formation: fill in the values of everything that is held and lacks them."""
-    had = engine.had
-    assert had is not None
-    lacking = {name: tensor for name, tensor in engine.values_here().items() if name in engine.lacking}
+    lacking = {name: tensor for name, tensor in engine.values_here().items() if name in migration.lacking}
     with torch.no_grad():
         for name in list(lacking):
-            if name in had:  # it was released by an attempt that failed
-                lacking.pop(name).copy_(had[name])
-    values(engine, lacking, had)
-    # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had.
-    engine.had, engine.lacking, engine.given = None, set(), {}
+            if name in migration.had:  # a rank that leaves gave it, or an attempt that failed released it
+                lacking.pop(name).copy_(migration.had[name])
+    values(engine, lacking, migration)
+    # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had, even
+    # if this re-formation fails yet.
+    migration.take_stock(engine)
 
 
 def for_copy(engine: Engine, model: nn.Module) -> Engine:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,16 @@ LATE_SIGNAL = 3.0
 class LoopError(RuntimeError):
     """The loop over the microbatches was not written as it must be: one `backward()` for each yielded loss, in
     order."""
+
+
+class StepNotes(Protocol):
+    """Notes what a step does. Times are this process's monotonic clock, in seconds."""
+
+    def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
+        """An action (F, B or W) that ran from `start` to `end`."""
+
+    def reductions(self, intervals: Iterable[tuple[float, float]]) -> None:
+        """Buckets of gradients that were under way in these intervals."""
 
 
 class TrainingStep:
@@ -76,7 +86,7 @@ class TrainingStep:
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._own_means = own_means
-        self._recorder: Any = None
+        self._notes: Sequence[StepNotes] = ()
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[int] | None = None
         self._position = 0
@@ -118,7 +128,7 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, recorder: Any = None
+        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, notes: Sequence[StepNotes] = ()
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
@@ -126,9 +136,9 @@ class TrainingStep:
             all_begin: waits until all ranks have begun the step, and gives their states, see `Boundaries.begin`; called
                 before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
-            recorder: notes what ran when, see `pictures.recorder.Recorder`.
+            notes: are told what runs when.
         """
-        self._inputs, self._recorder = replace(self._inputs, number=number), recorder
+        self._inputs, self._notes = replace(self._inputs, number=number), notes
         board = self._board
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._all_begin = all_begin
@@ -173,7 +183,7 @@ class TrainingStep:
             self._position = position
             if self._posts:
                 self._post(self._posts[position].before)
-            start = 0.0 if self._recorder is None else time.perf_counter()
+            start = time.perf_counter() if self._notes else 0.0
             if kind is Kind.F:
                 self._forward(stage, microbatch)
             elif kind is Kind.W:
@@ -184,8 +194,8 @@ class TrainingStep:
                 self._finish_backward(stage, microbatch)
             else:
                 self._inner_backward(stage, microbatch)
-            if self._recorder is not None:
-                self._recorder.action(kind.value, stage, microbatch, start, time.perf_counter())
+            for notes in self._notes:
+                notes.action(kind.value, stage, microbatch, start, time.perf_counter())
         self._position = len(self._program.actions)
         if not self._begun:  # not a single microbatch here
             self._begin()
@@ -402,8 +412,9 @@ class TrainingStep:
         loss, global_loss, reduction, found = self._sum_over_pipelines(left, interrupted)
         # All ranks were in the sums, so what was sent has arrived: this waits for nobody who may be lost.
         self._channels.flush()
-        if reduction is not None and self._recorder is not None:
-            self._recorder.reductions(reduction.intervals)
+        if reduction is not None:
+            for notes in self._notes:
+                notes.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None

@@ -112,10 +112,7 @@ def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> 
     no gradient for it torch's own finds nothing, and its step would fail."""
     found: dict[torch.device, torch.Tensor] = torchs_own(scaler, optimizer, *args)
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.run is not None:
-            raise NotImplementedError(
-                "a GradScaler in an elastic run is not repeated after a loss: give the plugin precision='fp16'"
-            )
+        engine.recovery.refuse("a GradScaler", "give the plugin precision='fp16'")
         if engine.is_open:
             with engine.together(Call.UNSCALE, [int(any(map(bool, found.values())))]) as said:
                 overflow = any(facts[0] for facts in said.values())

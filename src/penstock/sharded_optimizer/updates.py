@@ -44,7 +44,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
         _hooks.pop(optimizer).remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.with_owners is None or not (engine.run or (engine.is_open and engine.context.groups.reduction)):
+        if engine.with_owners is None:
+            continue
+        if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
             continue
         if callable(getattr(optimizer, "eval", None)):
             raise NotImplementedError(
@@ -66,11 +68,8 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
             parameter._version != version or bool(optimizer.state.get(parameter))
             for parameter, version in zip(others, versions, strict=True)
         ]
-        share = functools.partial(_share, engine, optimizer, any(touched))
-        if engine.run is None:
-            share()
-        else:  # which repeats it after a loss, and may make an update with no other ranks to send to
-            engine.run.after_update = share
+        # After a loss an elastic run may make an update with no other ranks to send to.
+        engine.recovery.complete_update(functools.partial(_share, engine, optimizer, any(touched)))
 
     # Hooks cannot go while they are called: the next step removes this one.
     _hooks[optimizer] = handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
