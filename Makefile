@@ -12,7 +12,7 @@ SESSIONS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo demo-elastic test test-fast test-slurm lint format docs package bench clean
+.PHONY: help install demo demo-elastic test test-fast test-slurm lint format docs pictures package bench clean
 
 help:
 	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-slurm  the launch scripts under a SLURM of four virtual nodes (Debian: slurm-wlm and munge, as root)"
 	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make docs    the site of docs/ and the public API, in site/; a dead link is an error"
+	@echo "make pictures  draws the pictures of docs/ again, after a change of what they show"
 	@echo "make package build wheel and sdist, and run the README's script from the installed wheel"
 	@echo "make bench   the side-by-side measurements in benchmarks/"
 	@echo "make clean   remove the environment, caches and runs/"
@@ -63,6 +64,9 @@ format: $(STAMP)
 # Warnings must be counted, so no --quiet.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+pictures: $(STAMP)
+	$(BIN)/python draw_pictures.py
 
 package: $(STAMP)
 	bash .ci/package

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import draw_pictures
 import griffe
 import mkdocs_pages
 import pytest
@@ -379,18 +380,23 @@ def test_the_pages_have_at_most_27000_words() -> None:
     assert sum(len(page.read_text().split()) for page in PAGES) <= 27_000
 
 
-def test_pictures_are_drawn_by_commands_that_parse() -> None:
-    found = [command for page in PAGES for command, _ in mkdocs_pages.PICTURE.findall(page.read_text())]
-    assert len(found) > 8
-    for command in found:
-        check_penstock(shlex.split(command))
-    drawn = mkdocs_pages.drawn("draw zb-h1 -p 2 -m 2")
-    assert drawn.startswith("<svg") and "zb-h1: 2 ranks" in drawn
+def test_every_picture_is_in_a_page_and_has_its_command() -> None:
+    shown = {
+        (page.parent / name).resolve() for page in PAGES for name in re.findall(r"\]\((\S+\.svg)\)", page.read_text())
+    }
+    pictures = set((ROOT / "docs/pictures").iterdir())
+    assert pictures <= shown
+    assert {path.stem for path in pictures} == draw_pictures.PICTURES.keys()
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_the_pictures_of_the_readme_are_what_the_command_draws(name: str) -> None:
-    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == mkdocs_pages.drawn(f"draw {name} -p 4 -m 8")
+@pytest.mark.parametrize("name", draw_pictures.PICTURES)
+def test_the_pictures_are_what_the_commands_draw(name: str) -> None:
+    assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw_pictures.drawn(draw_pictures.PICTURES[name])
+
+
+def test_the_tables_of_other_systems_are_those_of_the_results() -> None:
+    page = draw_pictures.COMPARED.read_text()
+    assert page == draw_pictures.with_tables(page) and "### Exact or not" in page
 
 
 def test_the_reference_has_a_page_for_every_public_name() -> None:
@@ -450,16 +456,6 @@ def test_the_picture_of_the_house_is_true() -> None:
     assert {"runtime/", "engine.py", "form.py", "schedule/"} <= names
     there = {path.name + "/" * path.is_dir() for path in (ROOT / "src/penstock").rglob("*")}
     assert names <= there
-
-
-def test_the_site_says_how_many_lines_each_room_has() -> None:
-    table = mkdocs_pages.lines_of_rooms()
-    rooms = {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
-    assert {name.rstrip("/") for name in re.findall(r"`(.*?)`", table)} == rooms
-    *parts, total = (int(cells.split("|")[3].replace(",", "")) for cells in table.splitlines()[2:])
-    assert sum(parts) == total
-    assert mkdocs_pages.ROOMS in (ROOT / "docs/architecture.md").read_text().splitlines()
-    assert "\n| `runtime/formation.py` | Ranks form the engine of a model |\n" in mkdocs_pages.purposes()
 
 
 def resolve(name: str) -> object:
