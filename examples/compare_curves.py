@@ -28,14 +28,15 @@ def main(
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     for folder, run in zip(folders, runs, strict=True):
-        difference = max(abs(a - b) for a, b in zip(run["losses"], runs[0]["losses"], strict=False))
         bubbles = [bubble for bubble in run["bubbles"] if bubble is not None]
         console.print(
             f"{folder.name}: loss {run['losses'][0]:.3f} -> {run['losses'][-1]:.3f}, "
             f"{run['tokens_per_second']:,} tokens/s"
             + (f", bubble {sum(bubbles) / len(bubbles):.0%}" if bubbles else "")
-            + (f", largest difference from {folders[0].name}: {difference:.1e}" if folder != folders[0] else "")
         )
+    for folder, run in zip(folders[1:], runs[1:], strict=True):
+        difference = max(abs(a - b) for a, b in zip(run["losses"], runs[0]["losses"], strict=False))
+        console.print(f"{folder.name}: largest difference from {folders[0].name}: {difference:.1e}")
     file = plot or folders[0].parent / "loss.png"
     draw(folders, runs, file)
     console.print(f"plot: {file}")

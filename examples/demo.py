@@ -63,7 +63,7 @@ def main(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config).double()  # training amplifies rounding: in single precision it would show
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     model = penstock.initialize(  # (1)

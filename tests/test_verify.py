@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES
+from penstock.checking.batches import build
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, NOT_TRIED, REFUSED, Comparison
 from penstock.checking.reasons import reason_of_difference
 from penstock.runtime.failures import watcher
@@ -326,3 +327,8 @@ def test_the_command_takes_a_checkpoint_and_fewer_layers(tmp_path: Path) -> None
     blocks = sum(each.numel() for each in small_gpt2().transformer.h[2:].parameters())
     whole = sum(each.numel() for each in small_gpt2().parameters())
     assert f"GPT2LMHeadModel, {whole - blocks:,} parameters, over 2 stages" in result.output
+
+
+def test_a_class_by_its_name_is_made_with_fewer_layers() -> None:
+    model = build("T5ForConditionalGeneration", 1, 2, False)
+    assert (len(model.encoder.block), len(model.decoder.block)) == (1, 1)

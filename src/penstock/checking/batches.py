@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from penstock.checking.check import build_on_meta
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.loss import loss_of
+from penstock.modeling.weights.initialise import meta_model
 from penstock.tensor_parallel.plans import or_none
 
 TOKENS = 12
@@ -36,7 +37,7 @@ def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int
                     setattr(part, name, min(layers, getattr(part, name)))
             if isinstance(kinds := getattr(part, "layer_types", None), list):
                 part.layer_types = kinds[:layers]
-        shape = build_on_meta(config)
+        shape = meta_model(type(shape), config)
     needed = 8 * COPIES * ranks * sum(each.numel() for each in shape.parameters())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
