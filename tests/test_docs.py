@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import tomllib
@@ -25,6 +26,7 @@ import pytest
 import typer
 from kinds.options import build_parser
 from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner
 
 import penstock
 from launch import ROOT
@@ -375,9 +377,50 @@ def test_code_is_at_most_88_columns_wide() -> None:
     assert wide == []
 
 
-def test_the_pages_have_at_most_27000_words() -> None:
+def test_the_pages_have_at_most_30000_words() -> None:
     """Say each thing once, and link it."""
-    assert sum(len(page.read_text().split()) for page in PAGES) <= 27_000
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 30_000
+
+
+# ---------------------------------------------------------------- the first page
+
+README = ROOT / "README.md"
+
+
+def shape(text: str) -> list[str]:
+    """The lines of what a command prints, with a sign in place of each number, without what only aligns them."""
+    return [" ".join(re.sub(r"\d[\d,.]*(e[+-]\d+)?", "#", line).split()) for line in text.splitlines()]
+
+
+def printed(heading: str) -> list[str]:
+    (block,) = (block for block in blocks_of(README) if block.heading == heading and block.language == "")
+    return shape(block.text)
+
+
+def test_the_first_screen_has_both_commands_each_with_its_time() -> None:
+    lines = README.read_text().splitlines()
+    for target in ("demo", "test"):
+        begin = lines.index(f"## `make {target}`")
+        section = " ".join(itertools.takewhile(lambda line: not line.startswith("## "), lines[begin + 1 :]))
+        assert begin < 40 and "minutes" in section and target in TARGETS
+
+
+def test_the_block_of_make_demo_is_what_it_prints_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    *_, program, one, two = recipe.splitlines()[-1].split()
+    assert program == "examples/compare_curves.py"
+    monkeypatch.chdir(tmp_path)
+    for folder, bubble in ((one, 0.0), (two, 0.25)):
+        run = {"losses": [7.0, 5.0], "bubbles": [bubble] * 2, "tokens_per_second": 5000}
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "curve.json").write_text(json.dumps(run))
+    result = CliRunner().invoke(runpy.run_path(str(ROOT / program))["app"], [one, two])
+    assert result.exit_code == 0, result.output
+    block = printed("`make demo`")
+    assert shape(result.output)[-len(block) :] == block
+
+
+# ---------------------------------------------------------------- pictures and tables that are made
 
 
 def test_every_picture_is_in_a_page_and_has_its_command() -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from families import FAMILIES
+from launch import ROOT
 from penstock.checking.batches import build
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, NOT_TRIED, REFUSED, Comparison
 from penstock.checking.reasons import reason_of_difference
@@ -327,6 +329,14 @@ def test_the_command_takes_a_checkpoint_and_fewer_layers(tmp_path: Path) -> None
     blocks = sum(each.numel() for each in small_gpt2().transformer.h[2:].parameters())
     whole = sum(each.numel() for each in small_gpt2().parameters())
     assert f"GPT2LMHeadModel, {whole - blocks:,} parameters, over 2 stages" in result.output
+    readme = (ROOT / "README.md").read_text().partition("penstock verify GPT2LMHeadModel")[2]
+    shown = readme.split("```")[2]  # the block after the command's
+    assert said(shown) == said(result.output) != []
+
+
+def said(output: str) -> list[list[str]]:
+    """The rows of a table of `penstock verify` without its figures: what was compared, and the result."""
+    return [re.split(" {2,}", line.strip())[:2] for line in output.splitlines() if re.match(r"  [a-z]+ {2,}", line)]
 
 
 def test_a_class_by_its_name_is_made_with_fewer_layers() -> None:
