@@ -262,6 +262,7 @@ class RecordedRank:
         )
         self.world.answers[Message.HEADER] = encode_header([SPEC])
         self.world.answers[Message.RESULT_HEADER] = encode_header([RESULT])
+        self.world.answers[Message.PRESENCE] = torch.ones(1, dtype=torch.int64)
         self.states = [()] * self.schedule.num_stages
 
     @contextlib.contextmanager

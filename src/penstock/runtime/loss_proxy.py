@@ -1,8 +1,9 @@
 """A microbatch between its forward and its backward; what stands between the user's `loss.backward()` and the stage's.
 
-On the last stage a hook on the loss notes that its backward came. On the others a proxy loss is made out of the stage's
-outputs: its backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the
-gradients) and returns the next stage's gradients. Nothing is re-entrant: autograd goes on into the stage's graph."""
+On the last stage a hook on the loss notes that its backward came. On the others a proxy loss stands for it, whose
+backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the gradients) and
+runs that of the stage's outputs. The proxy's graph does not lead to them: autograd would go on to those without a
+gradient, too, where a `torch.autograd.Function` takes zeros for None."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from penstock.runtime.gradients.weight_gradients import direct_apply
 
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
-# Called when a loss's backward begins: takes the incoming gradient, returns gradients of the stage's outputs.
-OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
+# Called when a loss's backward begins, with the incoming gradient.
+OnBackward = Callable[[torch.Tensor | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +67,19 @@ def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -
     return loss
 
 
-def proxy_loss(
-    value: torch.Tensor, dtype: torch.dtype, outputs: Sequence[torch.Tensor], on_backward: OnBackward
-) -> torch.Tensor:
-    """A loss of value `value` whose backward runs the backward of `outputs` with gradients from the next stage."""
-    anchors = () if outputs else (torch.zeros((), device=value.device, requires_grad=True),)
-    loss: torch.Tensor = _apply(on_backward, value, dtype, *outputs, *anchors)
+def proxy_loss(value: torch.Tensor, dtype: torch.dtype, on_backward: OnBackward) -> torch.Tensor:
+    """A loss of value `value` whose backward calls `on_backward`."""
+    anchor = torch.empty((), device=value.device, requires_grad=True)
+    loss: torch.Tensor = _apply(on_backward, value, dtype, anchor)
     return loss
+
+
+def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """The backward of those of a stage's outputs that have a gradient."""
+    given = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+    if given:
+        tensors, theirs = zip(*given, strict=True)
+        torch.autograd.backward(tensors, theirs)
 
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -83,17 +90,15 @@ def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _ProxyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, on_backward: OnBackward, value: torch.Tensor, dtype: torch.dtype, *outputs: torch.Tensor
+        ctx: Any, on_backward: OnBackward, value: torch.Tensor, dtype: torch.dtype, anchor: torch.Tensor
     ) -> torch.Tensor:
         ctx.on_backward = on_backward
-        ctx.num_outputs = len(outputs)
         return copied(value, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        gradients = ctx.on_backward(gradient)
-        # A stage without trainable parameters has only an anchor, which takes no gradient.
-        return (None, None, None, *gradients, *[None] * (ctx.num_outputs - len(gradients)))
+        ctx.on_backward(gradient)
+        return None, None, None, None
 
 
 _apply = direct_apply(_ProxyLoss)

@@ -30,7 +30,15 @@ from penstock.runtime.gradients.precision import autocast_now, multiply_gradient
 from penstock.runtime.gradients.reduction import ReductionReport
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.labels import numbered
-from penstock.runtime.loss_proxy import LiveMicrobatch, StageOutput, copied, hook_loss, proxy_loss, requires_grad
+from penstock.runtime.loss_proxy import (
+    LiveMicrobatch,
+    StageOutput,
+    copied,
+    hook_loss,
+    proxy_loss,
+    requires_grad,
+    run_backward,
+)
 from penstock.runtime.program import Program
 from penstock.runtime.report import StepReport
 from penstock.schedule.actions import Kind
@@ -293,7 +301,7 @@ class TrainingStep:
         else:
             assert self._boundaries.top is not None
             value = self._boundaries.top.recv_loss()
-            proxy = proxy_loss(value, self._proxy_dtype, live.sent, on_backward)
+            proxy = proxy_loss(value, self._proxy_dtype, on_backward)
             output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
         self._losses.append(value)
@@ -301,8 +309,9 @@ class TrainingStep:
         loss = output.loss
         return loss
 
-    def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor]:
-        """Progress the user's `backward()`: check that it is due, and give autograd the next stage's gradients."""
+    def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> None:
+        """Progress the user's `backward()`: check that it is due, and below the last stage run this stage's with the
+        next one's gradients."""
         if self._called or self._open != microbatch:
             when = "a second time" if self._open == microbatch else f"while microbatch {self._open} is due"
             self._fault = (
@@ -331,15 +340,13 @@ class TrainingStep:
             torch.autograd.Variable._execution_engine.queue_callback(send)
         gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
         self._interrupts.busy = before
-        return gradients
+        run_backward(live.sent, gradients)
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
-        gradients = self._above[stage].recv_backward(microbatch)
-        if gradients:
-            torch.autograd.backward(self._live[stage, microbatch].sent, gradients)
+        run_backward(self._live[stage, microbatch].sent, self._above[stage].recv_backward(microbatch))
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
@@ -364,9 +371,7 @@ class TrainingStep:
 
     def _send_backward(self, stage: int, microbatch: int, live: LiveMicrobatch) -> None:
         live.answered = True
-        # Zeros where nothing here depended on what was received.
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in live.leaves]
-        self._below[stage].send_backward(microbatch, gradients)
+        self._below[stage].send_backward(microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights

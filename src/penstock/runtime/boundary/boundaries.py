@@ -4,14 +4,23 @@ Shapes, types and gradient flags of what crosses follow from the microbatch's ow
 which parameters are trainable in the stages beneath. The first microbatch with a new combination is preceded by a
 header; both sides remember it, so later receives are posted ahead with no message about shapes: when `post` is called,
 at the latest when the message is taken, and with gloo as far ahead as there is room; see
-`P2PChannels.receives_ahead`."""
+`P2PChannels.receives_ahead`.
+
+A value may get no gradient at all (a `detach`, a branch that nothing uses). The stage beneath must know, as weights
+that only feed such a value have no gradient then, and not zeros, which an optimizer with weight decay would apply. The
+message of gradients has zeros in its place, so that receives may be posted whatever comes. Beside it goes, from host to
+host, which gradients there are: once in each step, with its first backward, and again only until every value has had
+one in that step. From then on zeros do no harm, as the weights they reach have a gradient by then. So the hosts of a
+pipeline pass one small message on in a step, and none waits for its device: whether a gradient is there the host of the
+stage above knows when it has enqueued its backward.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, call
+from operator import attrgetter, call, or_
 
 import torch
 
@@ -29,6 +38,7 @@ LOSS_DTYPE = torch.float64
 BYTES_AHEAD = 1 << 20
 # Signatures that are remembered. All ranks of a pipeline see the same ones, so all forget at the same time.
 MAX_SIGNATURES = 4096
+_gradient = attrgetter("grad")
 # A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
 _spec_of = attrgetter(*TensorSpec._fields)
 
@@ -102,7 +112,7 @@ class LocalBoundary:
 
     def __init__(self) -> None:
         self._activations: dict[int, Sequence[torch.Tensor]] = {}
-        self._gradients: dict[int, Sequence[torch.Tensor]] = {}
+        self._gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         # Microbatches for which gradients are due.
         self._differentiable: set[int] = set()
 
@@ -120,10 +130,10 @@ class LocalBoundary:
         tensors = self._activations.pop(microbatch)
         return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
 
-    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
-        self._gradients[microbatch] = gradients
+    def send_backward(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
+        self._gradients[microbatch] = list(map(_gradient, leaves))
 
-    def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor]:
+    def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
         if microbatch not in self._differentiable:
             return []
         self._differentiable.remove(microbatch)
@@ -162,17 +172,26 @@ class _RemoteBoundary:
         self._headers = channels.channel(boundary, Message.HEADER, upper)
         self._activations = channels.channel(boundary, Message.ACTIVATION, upper)
         self._gradients = channels.channel(boundary, Message.GRADIENT, upper)
+        self._presence = channels.channel(boundary, Message.PRESENCE, upper)
         self._losses = channels.channel(boundary, Message.LOSS, upper) if with_loss else None
         # What crosses, by signature, in this step's state of the stages beneath.
         self._known: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
+        # Which gradients there have been in this step, for each number of values that may have one.
+        self._present: dict[int, list[bool]] = {}
 
     def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
         """Start a step: `num_values` tensors will cross for each microbatch; this side receives in `order`."""
         self.num_values = num_values
         self._unposted = list(reversed(order))
+        self._present = {}
         self._known = self._signatures.learned.setdefault((self._boundary, state), {})
+
+    def _present_so_far(self, count: int) -> list[bool] | None:
+        """Which of `count` values have had a gradient in this step; None if all have. Alike on both sides."""
+        present = self._present.setdefault(count, [False] * count)
+        return None if all(present) else present
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
         """What crosses for inputs of a signature that is new, remembered; unless that are more or fewer values than in
@@ -207,9 +226,17 @@ class BoundaryBelow(_RemoteBoundary):
                 tensor.requires_grad_(True)
         return tensors
 
-    def send_backward(self, microbatch: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Send the gradients of the values the stage received that require one, in order."""
-        self._gradients.send(gradients)
+    def send_backward(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of `leaves`, the values the stage received that require one, in order."""
+        gradients = list(map(_gradient, leaves))
+        present = self._present_so_far(len(leaves))
+        if present is not None:
+            flags = [gradient is not None for gradient in gradients]
+            self._presence.send([torch.tensor(flags, dtype=torch.int64)])
+            present[:] = map(or_, present, flags)
+        self._gradients.send(
+            [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients, strict=True)]
+        )
 
     def send_loss(self, loss: torch.Tensor) -> None:
         """Pass a loss's value down, if the rank there does not know it yet."""
@@ -288,13 +315,19 @@ class BoundaryAbove(_RemoteBoundary):
             self.post_loss()
         return self._losses.receive()[0]
 
-    def recv_backward(self, microbatch: int) -> list[torch.Tensor]:
-        """Gradients of the values sent that require one, in order."""
+    def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
+        """Gradients of the values sent that require one, in order; None where there is none."""
         if not self.num_values:
             return []
         if not self._gradients.posted:
             self.post()
-        gradients = self._gradients.receive()
+        gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
+        present = self._present_so_far(len(gradients))
+        if present is not None:
+            self._presence.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
+            flags = list(map(bool, self._presence.receive()[0].tolist()))
+            present[:] = map(or_, present, flags)
+            gradients = [one if flag else None for one, flag in zip(gradients, flags, strict=True)]
         del self._sent[microbatch]
         # The gradient has arrived, so the activation it belongs to has been sent.
         self._activations.release(keep=len(self._sent))

@@ -24,22 +24,23 @@ from penstock.runtime.labels import label
 
 
 class Message(IntEnum):
-    """What a message carries. Headers and activations go down the pipeline, losses and gradients up, and results from
-    the rank of the last stage straight to each of the others."""
+    """What a message carries. Headers and activations go down the pipeline, losses, gradients and what says which of
+    them there are go up, and results from the rank of the last stage straight to each of the others."""
 
     HEADER = 0
     ACTIVATION = 1
     LOSS = 2
     GRADIENT = 3
-    RESULT_HEADER = 4
-    RESULT = 5
+    PRESENCE = 4
+    RESULT_HEADER = 5
+    RESULT = 6
 
     @property
     def downstream(self) -> bool:
         return self <= Message.ACTIVATION
 
 
-NAMES = ("headers", "activations", "losses", "gradients", "headers of results", "results")
+NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
 # Several tensors of one message get tags of their own.
 TAGS_PER_CHANNEL = 64
 # Receives of a channel that gloo may have posted before the one being waited for is used. One hides the latency, the

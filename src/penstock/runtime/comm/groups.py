@@ -96,8 +96,8 @@ class Groups:
 
     def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
         """The group that carries messages of `kind` over `boundary`, or to that pipeline rank. Headers are read by the
-        host, so they go from CPU to CPU."""
-        if kind in (Message.HEADER, Message.RESULT_HEADER):
+        host, as is which gradients there are, so they go from CPU to CPU."""
+        if kind in (Message.HEADER, Message.PRESENCE, Message.RESULT_HEADER):
             return self.pipeline_control
         return self._results[boundary] if kind is Message.RESULT else self._p2p[boundary, kind.downstream]
 
