@@ -420,6 +420,18 @@ def test_the_block_of_make_demo_is_what_it_prints_last(tmp_path: Path, monkeypat
     assert shape(result.output)[-len(block) :] == block
 
 
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{name}.md" for name in ("trainer", "lora", "limits", "verify"))]
+)
+def test_the_pages_agree_about_dropout(page: str) -> None:
+    """tests/test_initialize_dropout.py has the oracle."""
+    sentences = re.split(r"(?<=[.:]) ", " ".join((ROOT / page).read_text().split()))
+    about = [" ".join(sentences[index : index + 2]) for index, words in enumerate(sentences) if "ropout" in words]
+    assert any("same for any number of stages" in words and re.search(r"\bnot\b|other", words) for words in about), (
+        about
+    )
+
+
 # ---------------------------------------------------------------- pictures and tables that are made
 
 
