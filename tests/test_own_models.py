@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -216,7 +217,7 @@ def train_time_major(loss: str, **section: Any) -> tuple[Step, torch.Tensor, flo
     model.eval()
     with torch.no_grad():
         out = model(**inputs)
-        model.pipeline.batch_dim = {"scr": 1}
+        model.pipeline.options = replace(model.pipeline.options, batch_dim={"scr": 1})
         with pytest.raises(ValueError) as caught:  # the words are looked at below
             model(**inputs)
     return step, out.output, out.loss.item(), str(caught.value)
@@ -528,7 +529,7 @@ def classify_without_padding() -> tuple[Step, str]:
     inputs = OWN_MODELS["around transformers"].inputs()
     with kept_in_double():
         step = Step(run_step(model, inputs), gradients_of(model))
-        model.pipeline.num_microbatches = 3
+        model.pipeline.options = replace(model.pipeline.options, num_microbatches=3)
         with pytest.raises(ValueError) as caught:  # the words are looked at below
             model(**inputs)
     return step, str(caught.value)

@@ -30,6 +30,7 @@ from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.failures import ring
 from penstock.runtime.formation import parallelize
+from penstock.runtime.options import EngineOptions
 from penstock.runtime.reforming import reform
 from penstock.schedule import build
 from pool import Pool
@@ -37,6 +38,7 @@ from training import EXACT, gradients_of, kept_in_double, rows, run_step
 
 NUM_STEPS = 2
 MICROBATCHES = 2
+OPTIONS = EngineOptions(num_microbatches=MICROBATCHES)
 # Stages of each pipeline, formation after formation: the third takes in a new rank, the last lets it go.
 FORMATIONS = ((2,), (1, 1), (3,), (1, 2), (2,))
 
@@ -110,7 +112,7 @@ def train_through_formations(family: str, schedule: str) -> list[tuple[float, di
             if engine is None:
                 with forming() as board:
                     engine = parallelize(
-                        model, layout, make_schedule, board, num_microbatches=MICROBATCHES,
+                        model, layout, make_schedule, board, OPTIONS,
                         values=moving if generation else None,
                     )  # fmt: skip
                 attach(model, engine)
@@ -158,7 +160,7 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
         layout, make_schedule = place(units, depths), partial(build, "zb-h1" if depths == (2,) else "1f1b", depths[0])
         if engine is None:
             with forming() as board:
-                engine = parallelize(model, layout, make_schedule, board, num_microbatches=MICROBATCHES)
+                engine = parallelize(model, layout, make_schedule, board, OPTIONS)
             attach(model, engine)
         else:
             reform(engine, layout, make_schedule, values=from_live_ranks())
@@ -236,7 +238,7 @@ def from_a_checkpoint(folder: Path) -> float:
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     world.meet(0, 2)
     with forming() as board:
-        engine = parallelize(model, place(units, (2,)), partial(build, "1f1b", 2), board, num_microbatches=MICROBATCHES)
+        engine = parallelize(model, place(units, (2,)), partial(build, "1f1b", 2), board, OPTIONS)
     attach(model, engine)
 
     def load(engine: Any, taken: Any, had: Any) -> None:

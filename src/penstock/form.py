@@ -5,7 +5,7 @@ and make the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.weight_gradients import deferring_pays
+from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.names import AUTO, settle
 from penstock.tensor_parallel.apply import sharding_of
@@ -55,7 +56,7 @@ class LayoutPlan:
     costs: Mapping[str, float]
     schedules: Sequence[str]
     microbatches: Sequence[str]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: EngineOptions
 
 
 def form(
@@ -82,14 +83,14 @@ def form(
     ranks = world_ranks(board)
     found = _find(model, units, ranks, loss_in_chunks)
     planned = plan(found, ranks)
-    layout, options = planned.layout, _with_found_dims(model, planned, ranks)
+    layout, options = planned.layout, _with_found_dims(model, planned.options, ranks)
     if ranks.rank == 0:
         announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)
     return model, parallelize(
-        model, layout, planned.make_schedule, board, make_sharding=sharding, functions=found.functions, **options
+        model, layout, planned.make_schedule, board, options, make_sharding=sharding, functions=found.functions
     )
 
 
@@ -117,14 +118,14 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
     return UnitsAndCosts(known, every[0][0], min(limits, default=None), functions)
 
 
-def _with_found_dims(model: nn.Module, planned: LayoutPlan, ranks: Ranks) -> Mapping[str, Any]:
+def _with_found_dims(model: nn.Module, options: EngineOptions, ranks: Ranks) -> EngineOptions:
     """The engine's options; `batch_dim` also says which of the example inputs have no samples."""
     if known_of(model).example_inputs is None:
-        return planned.options
-    said = planned.options.get("batch_dim") or {}
+        return options
+    said = options.batch_dim
     find = partial(inputs_without_samples, model, said)
     found = ranks.together("looking for inputs without samples", find)[0]
-    return {**planned.options, "batch_dim": {**found, **said}}
+    return replace(options, batch_dim={**found, **said})
 
 
 def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:

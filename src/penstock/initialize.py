@@ -27,6 +27,7 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.options import EngineOptions
 from penstock.schedule.names import AUTO, default_stages_per_rank, predicted_steps, settle
 from penstock.schedule.text import own_or_named, summary, written_schedule
 from penstock.sharded_optimizer.updates import dividing
@@ -132,8 +133,17 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     written, number = written_schedule(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.micro_batch_size is None:
         number = written.num_microbatches
-    names = ("micro_batch_size", "batch_dim", "loss_chunk_tokens", "trace", "trace_steps", "patience")
-    options = {name: getattr(configuration, name) for name in names}
+    options = EngineOptions(
+        num_microbatches=number,
+        micro_batch_size=configuration.micro_batch_size,
+        batch_dim=configuration.batch_dim or {},
+        loss_chunk_tokens=configuration.loss_chunk_tokens,
+        trace=configuration.trace,
+        trace_steps=configuration.trace_steps,
+        timeout=configuration.time_limit,
+        patience=configuration.patience,
+        choose_owners=dividing(int(configuration.sharded_optimizer)),
+    )
     in_words = f"{number or _usual_number(configuration)} microbatches in a batch"
     in_use = str(configuration.schedule) if written is None else written.name
     if configuration.micro_batch_size is not None:
@@ -147,9 +157,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         dict(zip(found.units, found.costs, strict=True)),
         [in_use] * num_pipelines,
         [in_words] * num_pipelines,
-        options
-        | {"num_microbatches": number, "timeout": configuration.time_limit}
-        | {"with_owners": dividing(int(configuration.sharded_optimizer))},
+        options,
     )
 
 

@@ -45,8 +45,9 @@ from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import digest_of, facts_of, forming, require_agreement
 from penstock.runtime.engine import Engine
-from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
+from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.formation import parallelize
+from penstock.runtime.options import EngineOptions
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.names import AUTO
 from penstock.schedule.text import summary
@@ -441,10 +442,16 @@ class HeterogeneousParallelPlugin:
             with forming(self.time_limit, generations.on_board) as board:
                 if now.is_first:
                     require_agreement(facts, board)
-                values = None if now.is_first else states.values(now)
-                # The members have little time to meet, but not to work.
-                timeout = self.time_limit or ELASTIC_TIMEOUT
-                model = self._parallelise(model, board, criterion, timeout=timeout, values=values)
+                engine = parallelize(
+                    model,
+                    self.layout,
+                    self._makers[self.pipeline_index],
+                    board,
+                    self._engine_options(),
+                    make_sharding=sharding_of(self.layout),
+                    values=None if now.is_first else states.values(now),
+                )
+                model = self._attach(model, engine, criterion)
                 if self.sharded_optimizer == 1 and now.members[0] == generations.number:
                     logger.warning(
                         "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
@@ -484,23 +491,20 @@ class HeterogeneousParallelPlugin:
         maker = self._makers[self.pipeline_index]
         return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self._engine_options())
 
-    def _engine_options(self) -> dict[str, Any]:
-        return {
-            "micro_batch_size": self.microbatch_size,
-            "batch_dim": self.batch_dim,
-            "loss_chunk_tokens": self.loss_chunk_tokens,
-            "timeout": self.time_limit,
-            "patience": self.patience,
-            "with_owners": dividing(int(self.sharded_optimizer)),
-        }
-
-    def _parallelise(self, model: Any, board: FailureBoard, criterion: Criterion | None, **options: Any) -> Any:
-        options = {"make_sharding": sharding_of(self.layout), **self._engine_options(), **options}
-        engine = parallelize(model, self.layout, self._makers[self.pipeline_index], board, **options)
-        return self._attach(model, engine, criterion)
+    def _engine_options(self) -> EngineOptions:
+        # The members of an elastic run have little time to meet, but not to work.
+        patient = None if self.elastic is None else ELASTIC_TIMEOUT
+        return EngineOptions(
+            micro_batch_size=self.microbatch_size,
+            batch_dim=self.batch_dim or {},
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            timeout=self.time_limit or patient,
+            patience=self.patience,
+            autocast=PRECISIONS[self.precision],
+            choose_owners=dividing(int(self.sharded_optimizer)),
+        )
 
     def _attach(self, model: Any, engine: Engine, criterion: Criterion | None) -> Any:
-        engine.autocast = PRECISIONS[self.precision]
         self._model = attach(model, engine, criterion=criterion)
         return self._model
 

@@ -440,7 +440,7 @@ class ElasticRun:
     def _owned_parameters(self, migration: Migration) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""
         engine = self.engine
-        if self._restoring or engine.with_owners is None:
+        if self._restoring or engine.options.choose_owners is None:
             return ()
         return tuple(name for name in engine.known if name in migration.had and name not in migration.elsewhere)
 

@@ -301,7 +301,7 @@ class PipelineTrainerMixin(Trainer):
         if not is_packed(inputs):
             return inputs
         inputs, engine = self._without_lengths(inputs), self._engine
-        wanted = engine.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
+        wanted = engine.options.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
         pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
         return {**inputs, **pieces}
 

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import inspect
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from torch import nn
 from penstock.data.batch import PerMicrobatch, microbatches_of, place
 from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
-from penstock.data.microbatch import BatchDims, refuse_unknown_names
+from penstock.data.microbatch import refuse_unknown_names
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
@@ -38,7 +36,7 @@ from penstock.runtime.comm.settings import (
     states_of_stages,
 )
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import PATIENCE_SECONDS, FailureBoard
+from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.precision import autocast
 from penstock.runtime.gradients.updates import mixed_update
@@ -53,6 +51,7 @@ from penstock.runtime.inputs import (
     warn_of_inexact_loss,
 )
 from penstock.runtime.loop import TrainingLoop
+from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.report import StepReport
@@ -82,17 +81,12 @@ class StepObserver(Protocol):
 class Engine:
     """One rank's part of a layout: trains, evaluates, decodes, reduces gradients. `formation` makes and re-forms it.
 
-    Args:
-        num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
-        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
-        patience: how many seconds a rank waits for others before it says so.
-        with_owners: chooses which holders of each parameter keep its optimizer's state; None: all do.
-
     Attributes:
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
             first pipeline. Set it on all ranks alike.
         trace_steps: the first and the last training step, counted from 0, that the timeline covers; None for the latest
             one. Set it on all ranks alike.
+        autocast: the type of torch.autocast in which the model runs; None leaves that to the caller.
         loss_scale: what losses are multiplied with in the backward, so that half-precision gradients do not vanish. The
             gradients between steps do not have it.
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
@@ -107,35 +101,22 @@ class Engine:
         self,
         split: SplitModel,
         device: torch.device,
-        *,
-        num_microbatches: int | None = None,
-        micro_batch_size: int | None = None,
-        batch_dim: BatchDims | None = None,
-        loss_chunk_tokens: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        trace_steps: tuple[int, int] | None = None,
-        timeout: datetime.timedelta | None = None,
-        patience: float = PATIENCE_SECONDS,
-        with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
+        options: EngineOptions,
     ):
         self.split = split
-        self.with_owners = with_owners
         self.device = device
-        self.num_microbatches = num_microbatches
-        self.micro_batch_size = micro_batch_size
-        self.batch_dim: BatchDims = batch_dim or {}
-        split.say_batch_dim(self.batch_dim)
-        split.loss_chunk_tokens = loss_chunk_tokens
+        self.options = options
+        split.say_batch_dim(options.batch_dim)
+        split.loss_chunk_tokens = options.loss_chunk_tokens
         self.report: StepReport | None = None
-        self.trace, self.trace_steps = trace, trace_steps
-        self.autocast: torch.dtype | None = None
+        self.trace, self.trace_steps = options.trace, options.trace_steps
+        self.autocast = options.autocast
         self.loss_scale = 1.0
         self.own_means = False
         self.step_number = 0
         self.seed: int | None = None
         self.recovery: Recovery = NoRecovery()
         self.observers: list[StepObserver] = []
-        self.timeout, self.patience = timeout, patience
         self.synchronises = True
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
@@ -408,12 +389,13 @@ class Engine:
     # -- of the calls -------------------------------------------------------------------------------------------------
 
     def microbatches(self, inputs: Mapping[str, Any], at_most: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
-        wanted, dims = self.num_microbatches, self.batch_dim
+        wanted, dims = self.options.num_microbatches, self.options.batch_dim
         refuse_unknown_names(dims, [*inputs, *inspect.signature(self.split.model.forward).parameters] if dims else ())
         default = DEFAULT_MICROBATCHES_PER_RANK * self.context.pipeline.num_ranks
         if wanted is not None and at_most:
             return microbatches_of(inputs, self._main_input_name, default=wanted, media=self.media, dims=dims)
-        return microbatches_of(inputs, self._main_input_name, wanted, self.micro_batch_size, default, self.media, dims)
+        size = self.options.micro_batch_size
+        return microbatches_of(inputs, self._main_input_name, wanted, size, default, self.media, dims)
 
     @contextlib.contextmanager
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, votes: int = 0) -> Iterator[None]:

@@ -54,7 +54,7 @@ def evaluate_together(
 
 def shapes_of_one_more(engine: Engine, microbatch: Mapping[str, Any], size: int) -> Shapes:
     """The shapes of the output for a microbatch of `size` samples with one sample more."""
-    return engine.split.output_shapes(with_one_sample_more(microbatch, size, engine.media, engine.batch_dim))
+    return engine.split.output_shapes(with_one_sample_more(microbatch, size, engine.media, engine.options.batch_dim))
 
 
 @contextlib.contextmanager

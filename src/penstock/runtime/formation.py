@@ -34,6 +34,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.failures.watcher import interruptible
+from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
 
 
@@ -80,12 +81,12 @@ def parallelize(
     layout: Layout,
     make_schedule: ScheduleMaker,
     board: FailureBoard | None = None,
+    options: EngineOptions | None = None,
     *,
     make_weights: Callable[[torch.device], Any] | None = None,
     make_sharding: Callable[..., Any] | None = None,
     values: Values | None = None,
     functions: ShapeFunctions | None = None,
-    **options: Any,
 ) -> Engine:
     """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine. All ranks
     call this together, with equal models.
@@ -99,7 +100,6 @@ def parallelize(
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
         values: on a rank that joins others which call `reform`, fills in what it holds.
         functions: the units' shape functions, if there are some already.
-        options: of the `Engine`.
     """
     place = layout.place_of(dist.get_rank())
     mine = layout.pipelines[place.pipeline]
@@ -112,7 +112,7 @@ def parallelize(
     split = SplitModel(model, mine.stages, own, sharding, aliases, functions)
     device = local_device()
     (make_weights or model.to)(device)
-    engine = Engine(split, device, **options)
+    engine = Engine(split, device, EngineOptions() if options is None else options)
     form_first(engine, layout, make_schedule, job_board() if board is None else board, values)
     return engine
 
@@ -140,8 +140,8 @@ def form(
     require_layout(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
-    rank, timeout = dist.get_rank(), engine.timeout
-    broadcasts = engine.with_owners is not None
+    rank, timeout = dist.get_rank(), engine.options.timeout
+    broadcasts = engine.options.choose_owners is not None
     with board.guard("making process groups", range(layout.world_size)):
         groups = interruptible(
             partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
@@ -149,7 +149,7 @@ def form(
             timeout or default_timeout(device),
         )
     context = RankContext(layout, rank, device, groups, board, Interrupts())
-    board.mates, board.patience = frozenset(context.pipeline_ranks), engine.patience
+    board.mates, board.patience = frozenset(context.pipeline_ranks), engine.options.patience
     board.on_end(groups.abort)
     board.find_fault = groups.fault
     # Registered first, to be called last: a group closes only when nothing refers to it.
@@ -157,7 +157,7 @@ def form(
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
-    parts = Parts(split, context, make_schedule, held, engine.with_owners)
+    parts = Parts(split, context, make_schedule, held, engine.options.choose_owners)
     engine.take_up(parts)
     first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     with board.guard("sharing weights and random numbers before the first step", context.everyone):

@@ -34,6 +34,7 @@ from penstock.runtime.gradients.updates import UpdateWatch
 from penstock.runtime.gradients.weight_gradients import install, uninstall
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loop import OpenStep
+from penstock.runtime.options import OwnerChoice
 from penstock.runtime.program import Program
 from penstock.schedule.actions import Schedule
 
@@ -58,7 +59,7 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
 
 class Parts:
     """One rank's parts. All ranks of the layout make theirs together. `held`: the parameters this rank holds, with the
-    other ranks that do, and the owners that `with_owners` chooses. `updates`: whether the weights have changed since
+    other ranks that do, and the owners that `choose_owners` chooses. `updates`: whether the weights have changed since
     the last step."""
 
     gradients: Gradients
@@ -70,9 +71,9 @@ class Parts:
         context: RankContext,
         make_schedule: ScheduleMaker,
         held: Sequence[HeldParameter],
-        with_owners: Callable[..., Sequence[HeldParameter]] | None = None,
+        choose_owners: OwnerChoice | None = None,
     ) -> None:
-        self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
+        self.make_schedule, self._split, self._choose_owners = make_schedule, split, choose_owners
         self.context, self.held = context, held
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -93,8 +94,8 @@ class Parts:
     def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
-        if self._with_owners is not None:
-            self.held = self._with_owners(self.held, before, context)
+        if self._choose_owners is not None:
+            self.held = self._choose_owners(self.held, before, context)
         self.gradients = Gradients(self.held, context)
         self._has_owners = any(one.owners for one in self.held)
         self._modules = [model, *map(model.get_submodule, context.layout.units)]

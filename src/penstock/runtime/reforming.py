@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +68,7 @@ def reform(
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
-    with forming(engine.timeout, on_board) as board:
+    with forming(engine.options.timeout, on_board) as board:
         board.resume.update(saved)
         engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)
@@ -97,12 +98,8 @@ def for_copy(engine: Engine, model: nn.Module) -> Engine:
         )
     engine.refuse_if_over()
     refuse_moved(model, engine.device)
-    made = Engine(
-        SplitModel(model, before.stages, before.local_stages, aliases=before.aliases), engine.device,
-        num_microbatches=engine.num_microbatches, micro_batch_size=engine.micro_batch_size, batch_dim=engine.batch_dim,
-        loss_chunk_tokens=before.loss_chunk_tokens, timeout=engine.timeout, patience=engine.patience,
-        with_owners=engine.with_owners,
-    )  # fmt: skip
+    split = SplitModel(model, before.stages, before.local_stages, aliases=before.aliases)
+    made = Engine(split, engine.device, replace(engine.options, trace=None, trace_steps=None))
     form_first(made, engine.layout, engine.make_schedule, job_board())
     made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.options import OwnerChoice
 from penstock.runtime.torch_calls import engines_of
 
 from .owners import with_owners
@@ -26,7 +27,7 @@ SENT_ALONE = 2**18
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def dividing(copies: int) -> Callable[..., Any] | None:
+def dividing(copies: int) -> OwnerChoice | None:
     """What an engine is given so that so many holders of each parameter update it; None for 0: all do."""
     if not copies:
         return None
@@ -44,7 +45,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
         _hooks.pop(optimizer).remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.with_owners is None:
+        if engine.options.choose_owners is None:
             continue
         if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
             continue

@@ -1,0 +1,51 @@
+"""What an engine is made with."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from penstock.data.microbatch import BatchDims
+from penstock.runtime.context import RankContext
+from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.gradients.ownership import HeldParameter
+
+
+class OwnerChoice(Protocol):
+    """Chooses which holders of each parameter keep its optimizer's state and update it: its owners."""
+
+    def __call__(
+        self, held: Sequence[HeldParameter], before: Sequence[HeldParameter], context: RankContext
+    ) -> list[HeldParameter]:
+        """What this rank holds, with owners on which all ranks agree. All ranks call this together. The parameters in
+        `before`, what it held in this layout until now, keep theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The same on all ranks; see `penstock.config.Configuration` for those that have its names.
+
+    Attributes:
+        num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
+        batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
+        timeout: how long a transfer may take; None for that of torch's default process group.
+        patience: how many seconds a rank waits for others before it says so.
+        autocast, trace, trace_steps: what the engine's attributes of these names are at first.
+        choose_owners: None: every holder of a parameter owns it.
+    """
+
+    num_microbatches: int | None = None
+    micro_batch_size: int | None = None
+    batch_dim: BatchDims = field(default_factory=dict)
+    loss_chunk_tokens: int | None = None
+    trace: str | os.PathLike[str] | None = None
+    trace_steps: tuple[int, int] | None = None
+    timeout: datetime.timedelta | None = None
+    patience: float = PATIENCE_SECONDS
+    autocast: torch.dtype | None = None
+    choose_owners: OwnerChoice | None = None
