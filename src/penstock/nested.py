@@ -30,8 +30,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_record(value: Any) -> bool:
-    """Whether this is an instance of a data class, and no mapping, as a `ModelOutput` is."""
-    return is_dataclass(value) and not isinstance(value, (type, Mapping))
+    """Whether this is an instance of a data class, and neither a mapping, as a `ModelOutput` is, nor a module."""
+    return is_dataclass(value) and not isinstance(value, (type, Mapping, nn.Module))
 
 
 def with_items(value: Any, items: Sequence[Any]) -> Any:
@@ -79,17 +79,23 @@ def walkable(name: str, value: Any) -> Any:
             )
         return value
     kind = type(value)
-    if is_record(value) and kind not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(
-            kind,
-            lambda record: ([item for _, item in items_of(record) or ()], _Like(record)),
-            lambda new, like: _record(like.record, new),
-        )
+    if is_record(value):
+        show_record_to_torch(kind)
     walked = [walkable(f"{name}.{key}", item) for key, item in items]
     known = kind in pytree.SUPPORTED_NODES or hasattr(value, "_fields")
     if known and all(new is old for new, (_, old) in zip(walked, items, strict=True)):
         return value
     return with_items(value, walked)
+
+
+def show_record_to_torch(kind: type) -> None:
+    """Let torch walk the instances of a data class."""
+    if kind not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            kind,
+            lambda record: ([item for _, item in items_of(record) or ()], _Like(record)),
+            lambda new, like: _record(like.record, new),
+        )
 
 
 class _Like:

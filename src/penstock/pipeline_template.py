@@ -15,6 +15,7 @@ from penstock.layout.partition import partition, split_into
 from penstock.layout.pipelines import num_stages_on
 from penstock.layout.template import StageTemplate, end_modules
 from penstock.modeling.adapters import base_of
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import bare_modules, list_units
 
@@ -118,7 +119,7 @@ def _names_of(model: PreTrainedModel) -> set[str]:
         names |= {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}
         if cls.__module__.startswith("transformers."):
             break
-    config = getattr(model, "config", None)
+    config = configuration_of(model)
     for name in (getattr(config, "model_type", None), getattr(config, "_name_or_path", None)):
         if isinstance(name, str) and name:
             names.add(name)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.checking.check import build_on_meta
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.loss import loss_of
 from penstock.modeling.weights.initialise import meta_model
@@ -69,7 +70,7 @@ def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
 
 def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:
     """`inputs` with random values, and in each second sample some padding."""
-    config = getattr(model, "config", None)
+    config = configuration_of(model)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     drawn = dict(inputs)
     for name, value in inputs.items():

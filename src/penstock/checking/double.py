@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.checking.reasons import taken
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.randomness import NOISE
 from penstock.nested import map_tensors
 
@@ -55,8 +56,8 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
         batch = {name: map_tensors(to, name, value) for name, value in inputs.items()}
         try:
             made = copy.deepcopy(model).to(dtype)
-            if dtype == torch.float64 and hasattr(made, "config"):
-                made.config._experts_implementation = "eager"  # the grouped product of experts has no doubles
+            if dtype == torch.float64 and (config := configuration_of(made)) is not None:
+                config._experts_implementation = "eager"  # the grouped product of experts has no doubles
             if any(each.dtype != dtype for each in made.parameters() if each.is_floating_point()):
                 raise ValueError(f"the weights cannot be converted to {dtype}")
             if dtype == torch.float64:
@@ -73,7 +74,7 @@ def without_noise(model: nn.Module) -> bool:
     found = False
     for module in model.modules():
         dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-        for owner in filter(None, (module, getattr(module, "config", None))):
+        for owner in filter(None, (module, configuration_of(module))):
             for name, value in vars(owner).items():
                 if isinstance(value, (int, float)) and value > 0 and (NOISE.search(name) or (dropout and name == "p")):
                     setattr(owner, name, type(value)(0))

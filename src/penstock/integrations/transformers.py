@@ -36,6 +36,7 @@ from penstock.integrations.accelerator import PipelineAccelerator
 from penstock.integrations.plugin_training import PluginTraining
 from penstock.integrations.trl import TokenMetrics, is_sft, is_sft_class, weigh_routers
 from penstock.modeling.adapters import base_of
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import HeterogeneousParallelPlugin
@@ -307,7 +308,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
-        if "flash" in str(getattr(getattr(self.model, "config", None), "_attn_implementation", "")):
+        if "flash" in str(getattr(configuration_of(self.model), "_attn_implementation", "")):
             return inputs
         return {name: value for name, value in inputs.items() if name not in LENGTHS}
 

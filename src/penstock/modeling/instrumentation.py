@@ -130,21 +130,39 @@ _subclasses: dict[tuple[type, type], type] = {}
 _originals: dict[type, type] = {}
 
 
+class _Mixed(type):
+    """The metaclass of what `mix_in` makes. Python lets an object change to a class that adds nothing to the layout of
+    its own one, which it sees from the first base alone; so that is the object's class, and what is mixed in comes
+    before it in the order of resolution all the same."""
+
+    def mro(cls) -> list[type]:
+        if vars(cls).get("_mixed") is None:
+            return super().mro()  # somebody has derived from a class that was made here
+        own, mixin = cls.__bases__
+        before = [one for one in (_Unnoticed, *mixin.__mro__) if one not in own.__mro__]
+        return [cls, *before, *own.__mro__]
+
+
+class _Unnoticed:
+    """What a class does when another is derived from it, such as entering that in a list, is not done for ours."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
+
+
 def mix_in(module: nn.Module, mixin: type) -> None:
     """Make `module` an instance of a subclass of `mixin` and of its own class. It has the name of that one for error
     messages, repr and transformers' registries (which are keyed by str(class))."""
     base: Any = type(module)
     if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        made = type(base)(base.__name__, (mixin, base), names)
+        own = type(base)
+        kind: Any = (
+            own if issubclass(own, _Mixed) else type(own.__name__, (_Mixed, own) if own is not type else (_Mixed,), {})
+        )
+        made = kind(base.__name__, (base, mixin), {**names, "_mixed": mixin})
         _subclasses[base, mixin], _originals[made] = made, base
-    try:
-        module.__class__ = _subclasses[base, mixin]
-    except TypeError as error:  # of optimum-quanto's linear layers, which torch and Python lay out in another way
-        raise NotImplementedError(
-            f"a {base.__name__} of {base.__module__} cannot be placed by itself: leave the layers outside of the "
-            f"model's blocks as they are (modules_to_not_convert, with a pattern for each; {error})"
-        ) from error
+    object.__setattr__(module, "__class__", _subclasses[base, mixin])
 
 
 def original_class(cls: type) -> type:
@@ -196,7 +214,7 @@ class Interceptor:
 def _uninstall(module: nn.Module) -> None:
     record = known_of(module)
     if record.intercepted is not None:
-        module.__class__ = original_class(type(module))
+        object.__setattr__(module, "__class__", original_class(type(module)))
         record.intercepted = None
         if record == Record():
             del module.__dict__[_ATTRIBUTE]

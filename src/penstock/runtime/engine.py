@@ -22,6 +22,7 @@ from penstock.data.fingerprint import fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import refuse_unknown_names
 from penstock.layout.layout import Layout, Place
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.p2p import P2PChannels
@@ -120,7 +121,7 @@ class Engine:
         self.synchronises = True
         self.known: dict[str, nn.Parameter] = dict(split.released)
         self._main_input_name = getattr(split.model, "main_input_name", None)
-        self.media = MediaTokens.of(getattr(split.model, "config", None))
+        self.media = MediaTokens.of(configuration_of(split.model))
 
     # -- forming ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import has_adapters
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.randomness import draws_random_numbers
@@ -57,7 +58,7 @@ class TensorParallel:
         self.partial: set[str] = set()
         self._find_shards(model, aliases)
         self._check(model)
-        self._loss = ShardedLoss(self.region, int(getattr(model.config, "vocab_size", 0) or 0))
+        self._loss = ShardedLoss(self.region, int(getattr(configuration_of(model), "vocab_size", 0) or 0))
         self._sharded_losses: set[str] = set()
 
     @property
@@ -217,7 +218,8 @@ class TensorParallel:
 
     def _check(self, model: nn.Module) -> None:
         """Refuse a size that does not divide what is sharded."""
-        config, size = model.config.get_text_config(), self.size  # type: ignore[union-attr, operator]
+        whole, size = configuration_of(model), self.size
+        config = None if whole is None else whole.get_text_config()
         quantities: dict[str, int] = {}
         entries = {"attention heads": "num_attention_heads", "key-value heads": "num_key_value_heads"}
         for what, entry in entries.items():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, ROW_OF_WHOLE, VOCABULARY
 
@@ -166,7 +167,7 @@ def plan_of(model: nn.Module) -> TensorParallelPlan:
     for kind in type(model).__mro__:
         if kind in _registered:
             return _registered[kind]
-    family = str(getattr(getattr(model, "config", None), "model_type", ""))
+    family = str(getattr(configuration_of(model), "model_type", ""))
     if family in _registered:
         return _registered[family]
     if family in PLANS:
@@ -194,7 +195,7 @@ def layer_styles(model: nn.Module, plan: TensorParallelPlan) -> dict[str, Style]
     alone = {name for name in whole_shapes(model) if name.rpartition(".")[2] not in ("weight", "bias")}
     names = alone.union(modules.values())
     styles = {name: STYLES[style] for pattern, style in plan.styles.items() for name in matching(model, pattern, names)}
-    vocabulary = getattr(model.config, "vocab_size", None)
+    vocabulary = getattr(configuration_of(model), "vocab_size", None)
     for getter, kind, style in (
         ("get_input_embeddings", nn.Embedding, "embedding_rowwise"),
         ("get_output_embeddings", nn.Linear, "colwise_gather_output"),

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.dataflow import ReachedInside, Value
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
@@ -80,7 +81,7 @@ def _counted(
         found = trace_units(model, functions, arguments)
     costs = dict.fromkeys(functions.units, 0.0)
     # Expert layers have no meta kernel; every token passes through some of the experts.
-    active = _active_share(getattr(model, "config", None))
+    active = _active_share(configuration_of(model))
     for call in found.calls:
         costs[call.unit] += call.output.cost + 2 * tokens * active * call.output.kept
     last = found.calls[-1]

@@ -118,13 +118,13 @@ class DataFlow(TorchDispatchMode):
         if math.prod(spec.shape) <= MOST_ELEMENTS:
             return spec.zeros(device)
         tensor = spec.expanded_zeros(device)
-        key = tensor.untyped_storage()._cdata
-        self._references[key] = StorageWeakRef(tensor.untyped_storage())
-        self._hollow.add(key)
+        storage = _storage_of(tensor)
+        self._references[storage._cdata] = StorageWeakRef(storage)
+        self._hollow.add(storage._cdata)
         return tensor
 
     def is_hollow(self, tree: Any) -> bool:
-        return bool(self._hollow) and any(t.untyped_storage()._cdata in self._hollow for t in _tensors(tree))
+        return bool(self._hollow) and any(_storage_of(t)._cdata in self._hollow for t in _tensors(tree))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operation's result; of one on hollow tensors only the shape, unless that depends on what is in them."""
@@ -145,12 +145,12 @@ class DataFlow(TorchDispatchMode):
         """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
         found: set[Source] = set()
         for tensor in _tensors(tree):
-            found |= self._marks.get(tensor.untyped_storage()._cdata, NOTHING)
+            found |= self._marks.get(_storage_of(tensor)._cdata, NOTHING)
         return frozenset(found)
 
     def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
         """Add sources to a tensor (and to everything that shares its storage)."""
-        storage = tensor.untyped_storage()
+        storage = _storage_of(tensor)
         key = storage._cdata
         if key not in self._references:
             self._references[key] = StorageWeakRef(storage)
@@ -158,19 +158,19 @@ class DataFlow(TorchDispatchMode):
 
     def mark_value(self, tensor: torch.Tensor, value: Value) -> None:
         self.mark(tensor, (value,))
-        self._values[tensor.untyped_storage()._cdata] = value
+        self._values[_storage_of(tensor)._cdata] = value
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:
         self.mark(tensor, (Given(name),))
-        self._inputs[tensor.untyped_storage()._cdata] = name
+        self._inputs[_storage_of(tensor)._cdata] = name
 
     def mark_mean(self, tensor: torch.Tensor, is_mean: bool = True) -> None:
         """Let `tensor` count as a mean over the batch, or not any more."""
-        (self._means.add if is_mean else self._means.discard)(tensor.untyped_storage()._cdata)
+        (self._means.add if is_mean else self._means.discard)(_storage_of(tensor)._cdata)
 
     def is_mean(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is a mean over the batch, or a sum of such, each times what does not depend on the batch."""
-        return tensor.untyped_storage()._cdata in self._means
+        return _storage_of(tensor)._cdata in self._means
 
     def _gives_mean(self, func: Any, args: tuple[Any, ...]) -> bool:
         means = [self.is_mean(tensor) for tensor in _tensors(args) if self.is_mean(tensor) or self._of_batch(tensor)]
@@ -183,7 +183,7 @@ class DataFlow(TorchDispatchMode):
         return any(not isinstance(source, Outside | Inside) and source != constant for source in self.sources(tensor))
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
+        key = _storage_of(tensor)._cdata
         if key in self._values:
             self.written.add(self._values[key])
         if key in self._inputs:
@@ -296,6 +296,13 @@ class ReadObserver(TorchFunctionMode):
         if not self._flow.paused and func in self._observers:
             self._observers[func](func, args, kwargs, result)
         return result
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Where a tensor's elements are: of a sparse one those that it has."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return tensor.untyped_storage()
 
 
 def on_meta(tree: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import known_of
 
 BATCH = 2
@@ -48,7 +49,7 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     if not isinstance(model, PreTrainedModel):
         yield from _for_first_layer(model, plain, batch, tokens)
     yield plain
-    config, parameters = getattr(model, "config", None), inspect.signature(model.forward).parameters
+    config, parameters = configuration_of(model), inspect.signature(model.forward).parameters
     text = {name: value for name, value in plain.items() if value.dim() == 2}
     separator = _number(config, "sep_token_id")
     marked: dict[str, torch.Tensor] = {}
@@ -131,7 +132,7 @@ def _needed(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
 
 
 def _guess(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
-    config = getattr(model, "config", None)
+    config = configuration_of(model)
     main = getattr(model, "main_input_name", "input_ids")
     parameters = inspect.signature(model.forward).parameters
     if main not in parameters and "input_ids" in parameters:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.loss import Criterion
@@ -135,13 +136,13 @@ class Forwards:
 
     def _is_one_unpadded(self, inputs: Mapping[str, Any]) -> bool:
         """Whether a classifier without a token for padding, which refuses several samples, is given a single one."""
-        unpadded = getattr(getattr(self.model, "config", None), "pad_token_id", 0) is None
+        unpadded = getattr(configuration_of(self.model), "pad_token_id", 0) is None
         classifies = any(kind.__name__.endswith("SequenceClassification") for kind in type(self.model).__mro__)
         return unpadded and classifies and _sizes(inputs)[:1] == (1,)
 
     def _is_padded_on(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the length is no multiple of an attention's window, up to which LED calls its embedding once more."""
-        windows = getattr(getattr(self.model, "config", None), "attention_window", None) or 1
+        windows = getattr(configuration_of(self.model), "attention_window", None) or 1
         window = windows if isinstance(windows, int) else max(windows)
         tokens = inputs.get("input_ids")
         return isinstance(tokens, torch.Tensor) and tokens.dim() == 2 and tokens.shape[1] % window > 0

@@ -22,6 +22,7 @@ from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.nested import PLAIN, is_record, show_record_to_torch
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
 MAX_REMEMBERED = 4096
@@ -97,8 +98,12 @@ class OutputShape:
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of nested outputs or arguments; a cache is one leaf."""
-    return pytree.tree_flatten(tree, is_leaf=lambda node: isinstance(node, Cache))
+    """Leaves and structure of nested outputs or arguments, data classes among them; a cache is one leaf."""
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda node: isinstance(node, Cache))
+    unknown = {type(leaf) for leaf in leaves if not isinstance(leaf, PLAIN) and is_record(leaf)}
+    for kind in unknown:
+        show_record_to_torch(kind)
+    return flatten(tree) if unknown else (leaves, spec)
 
 
 class ShapeFunctions:
@@ -247,6 +252,8 @@ class ShapeFunctions:
             torch.device("meta"),
             # Arguments of distributions have no values. torch.compile turns these checks off for the whole process.
             mock.patch.object(Distribution, "_validate_args", False),
+            mock.patch.object(torch.autocast, "__init__", _init_autocast),
+            mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
             side_outputs_aside() as lists,
         ):
             if lists:  # transformers installs its hooks when something is collected for the first time
@@ -357,8 +364,24 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
         yield kept
 
 
+# Units ask torch for the autocast of `x.device.type`. It has none for the meta device; nor has any an effect there.
+_own_init, _own_is_enabled = torch.autocast.__init__, torch.is_autocast_enabled
+
+
+def _init_autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+    if device_type == "meta":
+        _own_init(self, "cpu", enabled=False)
+    else:
+        _own_init(self, device_type, *args, **kwargs)
+
+
+def _is_autocast_enabled(*device_type: str) -> bool:
+    return device_type != ("meta",) and _own_is_enabled(*device_type)
+
+
 def _shape_of(leaf: Any) -> Any:
-    return TensorSpec.shape_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return TensorSpec.shape_of(leaf) if dense else leaf
 
 
 def _shape_key(leaf: Any) -> Any:

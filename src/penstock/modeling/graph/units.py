@@ -50,26 +50,36 @@ def units_and_functions(model: nn.Module, inputs: Mapping[str, Any] | None = Non
 
 
 def separate_shared_blocks(model: nn.Module) -> None:
-    """Where the entries of lists are one module, or share one, put twins with the same parameters in its place.
+    """Where several entries of a list are one module, or share one, put twins with the same parameters in its place.
 
-    These are tied weights then, and each entry can be on a stage of its own.
+    These are tied weights then, and each entry can be on a stage of its own. A module that another list has as well is
+    left alone: that is a second name.
     """
+    twins: dict[nn.Module, list[nn.Module]] = {}
     seen = set[nn.Module]()
 
-    def separate(module: nn.Module, prefix: str, in_list: bool) -> None:
-        in_list = in_list or isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    def separate(module: nn.Module, prefix: str, uses: Counter[nn.Module] | None) -> None:
+        if uses is None and isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            uses = Counter()  # of what is in this list
         for name, child in module._modules.items():
-            if child is None or isinstance(child, PreTrainedModel) or (child in seen and not in_list):
+            if child is None or isinstance(child, PreTrainedModel) or (child in seen and uses is None):
                 continue
-            if child in seen and _has_parameters(child):
-                if buffers := child.state_dict().keys() - dict(child.named_parameters(remove_duplicate=False)).keys():
-                    reason = f"{prefix}{name} stands elsewhere, too, and has a buffer that is saved: {min(buffers)}"
-                    raise refusal(model, f"{reason}. Make a module for each place")
-                child = module._modules[name] = _twin(child)
             seen.add(child)
-            separate(child, f"{prefix}{name}.", in_list)
+            if uses is not None:
+                used, uses[child] = uses[child], uses[child] + 1
+                if used and _has_parameters(child):
+                    if (
+                        buffers := child.state_dict().keys()
+                        - dict(child.named_parameters(remove_duplicate=False)).keys()
+                    ):
+                        reason = f"{prefix}{name} stands elsewhere, too, and has a buffer that is saved: {min(buffers)}"
+                        raise refusal(model, f"{reason}. Make a module for each place")
+                    known = twins.setdefault(child, [])
+                    known += [_twin(child)] if len(known) < used else []
+                    child = module._modules[name] = known[used - 1]
+            separate(child, f"{prefix}{name}.", uses)
 
-    separate(model, "", False)
+    separate(model, "", None)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -111,7 +121,9 @@ def _units_for(
     units = _apart(model, _Candidates(model).found)
     if not units:
         raise Untraceable("it has no modules that follow one another")
+    tried = set[tuple[str, ...]]()
     for _ in range(MAX_CORRECTIONS):
+        tried.add(tuple(units))
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
         try:
             functions = shape_functions({name: model.get_submodule(name) for name in units})
@@ -120,7 +132,7 @@ def _units_for(
             units = _apart(model, _without(model, units, leak.tensor, inner_calls))
             continue
         except Enclosed as enclosed:
-            units = _in_one(model, units, enclosed)
+            units = _in_one(model, units, enclosed, tried)
             continue
         except ChangedBuffer as changed:  # by a module without parameters, called as a whole: it belongs on one stage
             if changed.module in ("", *units) or _has_parameters(model.get_submodule(changed.module)):
@@ -273,13 +285,15 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
     return kept
 
 
-def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed) -> list[str]:
-    """`units` with those inside the module that runs them where no boundary can be as one."""
+def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed, tried: Collection[tuple[str, ...]]) -> list[str]:
+    """`units` with those inside the module that runs them where no boundary can be as one; or without them, if that was
+    tried before: the model's code uses a tensor in it, which then is on every stage."""
     whole = next((name for name, module in model.named_modules() if module is enclosed.module), "")
     inside = [unit for unit in units if unit.startswith(f"{whole}.")]
     if not whole or not inside or len(units) - len(inside) < 1:
         raise Untraceable(str(enclosed))
-    return [whole if unit == inside[0] else unit for unit in units if unit == inside[0] or unit not in inside]
+    joined = [whole if unit == inside[0] else unit for unit in units if unit == inside[0] or unit not in inside]
+    return [unit for unit in joined if unit != whole] if tuple(joined) in tried else joined
 
 
 def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mapping[str, Any]) -> list[str]:

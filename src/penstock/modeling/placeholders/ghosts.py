@@ -219,7 +219,13 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
         absent = [each.tensor for each in absent_of(child).values()]
         for tensor in [*child._parameters.values(), *child._buffers.values(), *_loose_tensors(child), *absent]:
             if tensor is not None and id(tensor) not in memo:
-                meta = tensor.detach().to("meta")
+                # Dense in place of sparse: hardly any operation on sparse tensors works without values.
+                dense = tensor.layout is torch.strided
+                meta = (
+                    tensor.detach().to("meta")
+                    if dense
+                    else torch.empty_like(tensor, device="meta", layout=torch.strided)
+                )
                 if isinstance(tensor, nn.Parameter):
                     meta = nn.Parameter(meta, requires_grad=False)
                 memo[id(tensor)] = meta

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
@@ -206,7 +207,7 @@ class SplitModel:
             self._plans.clear()
             self._stage_plans.clear()
         if self.tensor_parallel is not None:
-            self.tensor_parallel.refuse(inputs, getattr(self.model, "config", None))
+            self.tensor_parallel.refuse(inputs, configuration_of(self.model))
         traced = self._forwards.of_kind(inputs, call, criterion, in_chunks)
         known = self._plans.get(traced)
         if known is None:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig
 
 from penstock.layout.layout import Layout
+from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import known_of, tensors_of
 from penstock.random_state import generators_of, set_states, states_of
 from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
@@ -32,8 +32,8 @@ from penstock.runtime.gradients.ownership import HeldParameter
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """What tells two models apart, other than where they were loaded from and the weights; for `require_agreement`."""
-    config, given = getattr(model, "config", None), known_of(model).example_inputs or {}
-    settings = config.to_dict() if isinstance(config, PretrainedConfig) else {}
+    config, given = configuration_of(model), known_of(model).example_inputs or {}
+    settings = {} if config is None else config.to_dict()
     facts = {f"the model's config.{name}": value for name, value in settings.items() if name != "_name_or_path"}
     if not settings:
         shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
