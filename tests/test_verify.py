@@ -329,9 +329,9 @@ def test_the_command_takes_a_checkpoint_and_fewer_layers(tmp_path: Path) -> None
     blocks = sum(each.numel() for each in small_gpt2().transformer.h[2:].parameters())
     whole = sum(each.numel() for each in small_gpt2().parameters())
     assert f"GPT2LMHeadModel, {whole - blocks:,} parameters, over 2 stages" in result.output
-    readme = (ROOT / "README.md").read_text().partition("penstock verify GPT2LMHeadModel")[2]
-    shown = readme.split("```")[2]  # the block after the command's
-    assert said(shown) == said(result.output) != []
+    for page in ("README.md", "docs/verify.md"):
+        shown = (ROOT / page).read_text().partition("penstock verify ")[2].split("\n```\n")[2]
+        assert said(shown) == said(result.output) != [], page
 
 
 def said(output: str) -> list[list[str]]:
