@@ -28,7 +28,7 @@ BELOW = {
     "pictures": CORE | {"pipeline_template"},
     "checking": CORE | {"pictures", "tensor_parallel", "config", "initialize"},
     "planning": CORE | {"pictures", "checking", "sharded_optimizer", "pipeline_template"},
-    "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin"},
+    "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin_settings"},
 }
 # Libraries that need not be installed, and the modules that import one at their top.
 OPTIONAL = {"accelerate", "diffusers", "matplotlib", "peft"}

@@ -5,7 +5,6 @@ It is one class, whose methods are what a script calls, in that order; that make
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import weakref
@@ -13,33 +12,32 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.config import check_value
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.formations import Formations
 from penstock.elastic.generations import Generations
 from penstock.elastic.moving import SharedStates
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
-from penstock.elastic.settings import ELASTIC_TIMEOUT, Elastic, check_elastic
+from penstock.elastic.settings import Elastic
 from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
 from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
-from penstock.layout.schedules import check_schedule, schedule_maker
+from penstock.layout.schedules import schedule_maker
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.whole import packed_weights
-from penstock.optimizer import LossScale, PipelineOptimizer
+from penstock.optimizer import PipelineOptimizer
 from penstock.pictures.describe import LayoutDescription, describe_layout
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.auto import auto_pipelines
+from penstock.plugin_settings import LossScaleSettings, PluginSettings
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
@@ -47,16 +45,12 @@ from penstock.runtime.comm.forming import digest_of, facts_of, forming, require_
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.formation import parallelize
-from penstock.runtime.options import EngineOptions
 from penstock.schedule.actions import Schedule, check_trains
 from penstock.schedule.names import AUTO
 from penstock.schedule.text import summary
-from penstock.sharded_optimizer.updates import dividing
 from penstock.tensor_parallel.apply import sharding_of
 
 logger = logging.getLogger("penstock")
-
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Model, optimizer, criterion, data loader and learning rate scheduler; None for each that was not given.
 Configured = tuple[Any, Any, Any, Any, Any]
@@ -116,56 +110,55 @@ class HeterogeneousParallelPlugin:
         loss_chunk_tokens: int | None = None,
         sharded_optimizer: bool | int = False,
     ) -> None:
-        for name, value in (("tp_size", tp_size), ("microbatch_size", microbatch_size)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm must not be negative, got {max_norm}")
-        check_schedule(schedule)
-        self.tp_size = tp_size
-        self.microbatch_size = microbatch_size
-        keys = {"batch_dim": batch_dim, "loss_chunk_tokens": loss_chunk_tokens, "sharded_optimizer": sharded_optimizer}
-        for key, given in {**keys, "patience": patience, "timeout": timeout}.items():
-            check_value(key, given)
-        self.batch_dim = batch_dim
-        if loss_chunk_tokens is not None and tp_size > 1:
-            raise ValueError(f"loss_chunk_tokens is for whole heads, and tp_size {tp_size} shards them: leave one out")
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self.sharded_optimizer = sharded_optimizer
-        self.precision = precision
-        self.max_norm = float(max_norm)
-        self.schedule = self._schedule = schedule
-        self.patience = float(patience)
-        self.time_limit = None if timeout is None else datetime.timedelta(seconds=timeout)
-        # Made in any precision, so that wrong numbers are refused in any.
-        self._loss_scale = LossScale(
-            scale=float(initial_scale), min_scale=min_scale, max_scale=max_scale, growth_factor=growth_factor,
-            backoff_factor=backoff_factor, growth_interval=growth_interval, hysteresis=hysteresis,
-        )  # fmt: skip
-        if elastic is not None:
-            check_elastic(elastic, global_batch_size, microbatch_size)
-        elif global_batch_size is not None:
-            raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
-        self.elastic = elastic
-        self._global_batch_size = global_batch_size
+        self.settings = PluginSettings(
+            tp_size=tp_size,
+            microbatch_size=microbatch_size,
+            precision=precision,
+            max_norm=max_norm,
+            schedule=schedule,
+            patience=patience,
+            timeout=timeout,
+            elastic=elastic,
+            global_batch_size=global_batch_size,
+            batch_dim=batch_dim,
+            loss_chunk_tokens=loss_chunk_tokens,
+            sharded_optimizer=sharded_optimizer,
+            scale=LossScaleSettings(
+                initial_scale=initial_scale,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+            ),
+        )
+        self._schedule = schedule
+        self._loss_scale = self.settings.scale.make() if precision == "fp16" else None
         # With elastic=, this process's part in the run, once the first engine stands, and the loaders that follow the
         # pipelines.
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
-        # For the Trainer's integration: what else all processes of an elastic run must have been given alike, by name;
-        # and what is told this process's rank and the number of ranks, whenever they change.
-        self._also_alike: dict[str, Any] = {}
-        self._on_place: Callable[[int, int], None] = lambda rank, world_size: None
+        # For those who drive an elastic run, such as a Trainer: what else all its processes must have been given alike,
+        # by name; and what is told this process's rank and the number of ranks, whenever they change.
+        self.also_alike: dict[str, Any] = {}
+        self.on_place: Callable[[int, int], None] = lambda rank, world_size: None
         self._pipelines: tuple[PipelineTemplate, ...] = ()
         self._makers: Sequence[Callable[[int], Schedule]] = ()
         self._schedules: tuple[Schedule, ...] = ()
         self._layout: Layout | None = None
         self._description: LayoutDescription | None = None
         self._model: nn.Module | None = None
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share a stage."""
+        return self.settings.tp_size
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in a microbatch."""
+        return self.settings.microbatch_size
 
     # -- the pipelines ---------------------------------------------------------------------------------------------
 
@@ -201,7 +194,7 @@ class HeterogeneousParallelPlugin:
                 schedule is not for a template's stages, or is written for another number of microbatches.
             RuntimeError: a model is configured already.
         """
-        if self.elastic is not None:
+        if self.settings.elastic is not None:
             raise RuntimeError(
                 "with elastic= the pipelines are chosen for the processes that are there: leave set_pipelines out, and "
                 "give Elastic(templates=...) to choose from your own"
@@ -213,8 +206,10 @@ class HeterogeneousParallelPlugin:
                 raise TypeError(f'pipelines must be a list of PipelineTemplate or "auto", got {pipelines!r}')
             if model is None:
                 raise TypeError('set_pipelines("auto", num_microbatches, model) needs the model')
-            if not isinstance(self.schedule, str):
-                raise TypeError(f'pipelines "auto" need the name of one schedule, but the plugin has {self.schedule!r}')
+            if not isinstance(self.settings.schedule, str):
+                raise TypeError(
+                    f'pipelines "auto" need the name of one schedule, but the plugin has {self.settings.schedule!r}'
+                )
             schedule = self.settle_schedule(base_of(model))
             assert isinstance(schedule, str)  # as the one that it was settled from
             pipelines, num_microbatches = auto_pipelines(
@@ -226,10 +221,10 @@ class HeterogeneousParallelPlugin:
                 device_memory() if memory is None else memory,
                 profile,
                 copies,
-                self.loss_chunk_tokens,
+                self.settings.loss_chunk_tokens,
             )
         checked = check_templates(pipelines)
-        makers = [schedule_maker(template, self.schedule) for template in checked]
+        makers = [schedule_maker(template, self.settings.schedule) for template in checked]
         check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
         self._set(checked, cast(Microbatches, num_microbatches))
 
@@ -246,7 +241,7 @@ class HeterogeneousParallelPlugin:
 
     def settle_schedule(self, model: nn.Module) -> Schedules:
         """The schedule with a name in the place of "auto", by `model`; pipelines that are set from now on have it."""
-        self._schedule = settled(self.schedule, model)
+        self._schedule = settled(self.settings.schedule, model)
         return self._schedule
 
     @property
@@ -269,8 +264,8 @@ class HeterogeneousParallelPlugin:
     @property
     def global_batch_size(self) -> int:
         """Samples in a step, over all pipelines."""
-        if self._global_batch_size is not None:
-            return self._global_batch_size
+        if self.settings.global_batch_size is not None:
+            return self.settings.global_batch_size
         return sum(self.num_microbatches) * self.microbatch_size
 
     @property
@@ -317,7 +312,7 @@ class HeterogeneousParallelPlugin:
             TypeError, ValueError: an argument that cannot be used.
         """
         # With elastic= nobody knows the pipelines yet; the loader follows them.
-        alone = self.elastic is not None and self.run is None
+        alone = self.settings.elastic is not None and self.run is None
         loader = HeterogeneousDataLoader(
             dataset,
             [self.global_batch_size // self.microbatch_size] if alone else self.num_microbatches,
@@ -330,7 +325,7 @@ class HeterogeneousParallelPlugin:
             num_workers=num_workers,
             **arguments,
         )
-        if self.elastic is not None:
+        if self.settings.elastic is not None:
             self._loaders.add(loader)
         return loader
 
@@ -384,7 +379,7 @@ class HeterogeneousParallelPlugin:
 
             _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
             return (model, *configured)
-        if self.elastic is not None:
+        if self.settings.elastic is not None:
             return self._configure_elastic(mark_packed(model), optimizer, criterion, dataloader, lr_scheduler)
         layout = self.layout
         if isinstance(model, PipelineModel):
@@ -395,22 +390,22 @@ class HeterogeneousParallelPlugin:
         modules = PipelineTemplate.get_modules(model)
         fitted = tuple(template.fitted(model, modules) for template in self._pipelines)
         self.settle_schedule(model)
-        if fitted != self._pipelines or self._schedule is not self.schedule:
+        if fitted != self._pipelines or self._schedule is not self.settings.schedule:
             self._set(fitted, list(self.num_microbatches))
             layout = self.layout
         if dataloader is not None:
             self.check_dataloader(dataloader)
-        with forming(self.time_limit) as board:
+        with forming(self.settings.time_limit) as board:
             model, engine = form(model, self._facts(), partial(self._plan, model), board, layout.units)
             model = self._attach(model, engine, criterion)
-        wrapped = None if optimizer is None else self._wrap(optimizer, model)
+        wrapped = None if optimizer is None else self.wrap_optimizer(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
     def _configure_elastic(
         self, model: Any, optimizer: Optimizer | None, criterion: Any, dataloader: Any, lr_scheduler: Any
     ) -> Configured:
         """`configure` for as many processes as come, or for one that joins them."""
-        elastic = self.elastic
+        elastic = self.settings.elastic
         assert elastic is not None
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
@@ -426,20 +421,20 @@ class HeterogeneousParallelPlugin:
             )
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
-        formations = Formations(model, self)
+        formations = Formations(model, self.settings, self.settle_schedule(model))
         facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
         states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
             if one is not None:
                 states.register(name, one)
-        if self.precision == "fp16":
+        if self._loss_scale is not None:
             states.register("loss scale", self._loss_scale)
         generations = Generations(elastic, formations, self.tp_size, digest_of(facts))
         self._model = model
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
             on_layout(now)
-            with forming(self.time_limit, generations.on_board) as board:
+            with forming(self.settings.time_limit, generations.on_board) as board:
                 if now.is_first:
                     require_agreement(facts, board)
                 engine = parallelize(
@@ -447,17 +442,17 @@ class HeterogeneousParallelPlugin:
                     self.layout,
                     self._makers[self.pipeline_index],
                     board,
-                    self._engine_options(),
+                    self.settings.engine_options(),
                     make_sharding=sharding_of(self.layout),
                     values=None if now.is_first else states.values(now),
                 )
                 model = self._attach(model, engine, criterion)
-                if self.sharded_optimizer == 1 and now.members[0] == generations.number:
+                if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
                     logger.warning(
                         "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
                         "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
                     )
-            wrapped = self._wrap(optimizer, model)
+            wrapped = self.wrap_optimizer(optimizer, model)
             self.run = ElasticRun(generations, states, model.pipeline, on_layout)
         except BaseException:
             generations.close()  # the others must not count on this process
@@ -469,7 +464,7 @@ class HeterogeneousParallelPlugin:
         templates, counts = generations.formations.layout(decision)
         self._set(check_templates(templates), counts)
         rank = decision.members.index(generations.number)
-        self._on_place(rank, len(decision.members))
+        self.on_place(rank, len(decision.members))
         pipeline = self.layout.place_of(rank).pipeline
         for loader in self._loaders:
             loader.reshare(self.num_microbatches, pipeline)
@@ -477,41 +472,29 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        names = ["tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens"]
-        names += ["sharded_optimizer", *(["pipelines", "num_microbatches"] if self.elastic is None else ["schedule"])]
-        facts = {f"the plugin's {name}": getattr(self, name) for name in names}
-        if self.elastic is not None:
-            return facts | self._also_alike
-        return {**facts, "the pipelines' schedules": [summary(schedule) for schedule in self._schedules]}
+        if self.settings.elastic is not None:
+            return self.settings.facts() | self.also_alike
+        return self.settings.facts() | {
+            "the plugin's pipelines": self.pipelines,
+            "the plugin's num_microbatches": self.num_microbatches,
+            "the pipelines' schedules": [summary(schedule) for schedule in self._schedules],
+        }
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
         described = self._description = self._describe(model, found.costs)
         names = [schedule.name for schedule in self._schedules]
         counts = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
         maker = self._makers[self.pipeline_index]
-        return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self._engine_options())
-
-    def _engine_options(self) -> EngineOptions:
-        # The members of an elastic run have little time to meet, but not to work.
-        patient = None if self.elastic is None else ELASTIC_TIMEOUT
-        return EngineOptions(
-            micro_batch_size=self.microbatch_size,
-            batch_dim=self.batch_dim or {},
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            timeout=self.time_limit or patient,
-            patience=self.patience,
-            autocast=PRECISIONS[self.precision],
-            choose_owners=dividing(int(self.sharded_optimizer)),
-        )
+        return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self.settings.engine_options())
 
     def _attach(self, model: Any, engine: Engine, criterion: Criterion | None) -> Any:
         self._model = attach(model, engine, criterion=criterion)
         return self._model
 
-    def _wrap(self, optimizer: Optimizer, model: Any) -> PipelineOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, model: Any) -> PipelineOptimizer:
+        """An optimizer of the parallelised `model`, whose step clips, and skips overflows, as this plugin says."""
         inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
-        scale = self._loss_scale if self.precision == "fp16" else None
-        return PipelineOptimizer(inner, model.pipeline, self.max_norm, scale)
+        return PipelineOptimizer(inner, model.pipeline, float(self.settings.max_norm), self._loss_scale)
 
     def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
         shown = self.layout, self._schedules, self.microbatch_size

@@ -7,14 +7,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from penstock.elastic.membership import MemberRecord, Membership
 from penstock.elastic.protocol import Decision, MemberReport, View, successor
 from penstock.elastic.reshape import Shape, best_shapes, choose, shape_of
-from penstock.elastic.settings import Elastic
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Schedules, num_stages_on
 from penstock.layout.schedules import schedule_maker
@@ -24,6 +22,7 @@ from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model
+from penstock.plugin_settings import PluginSettings
 from penstock.runtime.comm.devices import device_memory
 
 # Beside the weights, numbers of each parameter that an optimizer keeps: Adam's two.
@@ -31,17 +30,18 @@ STATES = 2
 
 
 class Formations:
-    """The pipelines of a plugin that a whole model can be placed on."""
+    """The pipelines that a whole model can be placed on, by the settings of a plugin and a schedule that is settled."""
 
-    def __init__(self, model: PreTrainedModel, plugin: Any) -> None:
+    def __init__(self, model: PreTrainedModel, plugin: PluginSettings, schedule: Schedules) -> None:
         self._model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
-        settings: Elastic = plugin.elastic
+        settings, global_batch_size = plugin.elastic, plugin.global_batch_size
+        assert settings is not None and global_batch_size is not None
         self._settings = settings = replace(
             settings, templates=tuple(template.fitted(model, self.units) for template in settings.templates)
         )
-        self._schedule: Schedules = plugin.settle_schedule(model)
-        self._num_microbatches = plugin.global_batch_size // plugin.microbatch_size
+        self._schedule = schedule
+        self._num_microbatches = global_batch_size // plugin.microbatch_size
         self._tp_size = plugin.tp_size
         # With a sharded optimizer not all that hold a parameter have its state.
         self._owned = [names[0] for names in alias_groups(model)] if plugin.sharded_optimizer else []

@@ -90,11 +90,11 @@ class PluginTraining:
             refused[f"train_sampling_strategy={args.train_sampling_strategy!r}"] = "use 'random' or 'sequential'"
         if args.include_num_input_tokens_seen != "no":
             refused["include_num_input_tokens_seen"] = "no rank reads all inputs"
-        if plugin.elastic is not None and args.eval_on_start:
+        if plugin.settings.elastic is not None and args.eval_on_start:
             refused["eval_on_start"] = "a process that joins would evaluate alone"
         if not args.average_tokens_across_devices:
             refused["average_tokens_across_devices=False"] = "a loss is always of the whole global batch"
-        if plugin.max_norm:
+        if plugin.settings.max_norm:
             refused["max_norm of the plugin"] = "use max_grad_norm"
         for name, instead in refused.items():
             raise ValueError(f"{name} does not work with a plugin: {instead}")
@@ -103,7 +103,7 @@ class PluginTraining:
 
     def form(self) -> None:
         """Parallelise the model now, if the pipelines are known."""
-        if self.plugin.elastic is None:
+        if self.plugin.settings.elastic is None:
             self.trainer.model = self.plugin.configure(self.trainer.model)[0]
             self._take_over()
 
@@ -167,13 +167,13 @@ class PluginTraining:
             trainer.lr_scheduler, trainer._created_lr_scheduler = None, False
         trainer.create_optimizer()
         trainer.create_scheduler(num_training_steps=max_steps)
-        if self.plugin.elastic is None:
-            trainer.optimizer = self.plugin._wrap(trainer.optimizer, trainer.model)
+        if self.plugin.settings.elastic is None:
+            trainer.optimizer = self.plugin.wrap_optimizer(trainer.optimizer, trainer.model)
             return
         if isinstance(trainer.model, PipelineModel):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
-        self.plugin._on_place = self._take_place
-        alike = self.plugin._also_alike
+        self.plugin.on_place = self._take_place
+        alike = self.plugin.also_alike
         alike["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
         alike.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
@@ -255,7 +255,7 @@ class PluginTraining:
         """Do what all ranks do between steps, and end together; with `elastic=` again after one was lost meanwhile. Who
         had done it already does it again for the others' sake: logs, callbacks and decisions stay as they were."""
         run = self.plugin.run
-        if self.plugin.elastic is None:
+        if self.plugin.settings.elastic is None:
             return work()
         if run is None:
             raise RuntimeError("with elastic= the model is parallelised by train(): call it first")

@@ -1,0 +1,113 @@
+"""The arguments of `HeterogeneousParallelPlugin`, checked."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.config import check_value
+from penstock.elastic.settings import ELASTIC_TIMEOUT, Elastic, check_elastic
+from penstock.layout.pipelines import Schedules
+from penstock.layout.schedules import check_schedule
+from penstock.optimizer import LossScale
+from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.options import EngineOptions
+from penstock.schedule.names import AUTO
+from penstock.sharded_optimizer.updates import dividing
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What all ranks must have been given alike, by name; with elastic= the run chooses pipelines of this schedule.
+_ALIKE = (
+    "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleSettings:
+    """Those of fp16's loss scale, see `penstock.optimizer.LossScale`."""
+
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+
+    def make(self) -> LossScale:
+        """Raises TypeError or ValueError for numbers that cannot be used."""
+        return LossScale(
+            scale=float(self.initial_scale), min_scale=self.min_scale, max_scale=self.max_scale,
+            growth_factor=self.growth_factor, backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval, hysteresis=self.hysteresis,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginSettings:
+    """See `HeterogeneousParallelPlugin`, whose arguments have these names. Raises TypeError or ValueError."""
+
+    tp_size: int = 1
+    microbatch_size: int = 1
+    precision: str = "fp32"
+    max_norm: float = 0.0
+    schedule: Schedules = AUTO
+    patience: float = PATIENCE_SECONDS
+    timeout: float | None = None
+    elastic: Elastic | None = None
+    global_batch_size: int | None = None
+    batch_dim: Mapping[str, int | None] | None = None
+    loss_chunk_tokens: int | None = None
+    sharded_optimizer: bool | int = False
+    scale: LossScaleSettings = field(default_factory=LossScaleSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "microbatch_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if not self.max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, got {self.max_norm}")
+        check_schedule(self.schedule)
+        for key in ("batch_dim", "loss_chunk_tokens", "sharded_optimizer", "patience", "timeout"):
+            check_value(key, getattr(self, key))
+        if self.loss_chunk_tokens is not None and self.tp_size > 1:
+            raise ValueError(
+                f"loss_chunk_tokens is for whole heads, and tp_size {self.tp_size} shards them: leave one out"
+            )
+        self.scale.make()  # in any precision, so that wrong numbers are refused in any
+        if self.elastic is not None:
+            check_elastic(self.elastic, self.global_batch_size, self.microbatch_size)
+        elif self.global_batch_size is not None:
+            raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
+
+    @property
+    def time_limit(self) -> datetime.timedelta | None:
+        """`timeout` as a timedelta, or None."""
+        return None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
+
+    def engine_options(self) -> EngineOptions:
+        # The members of an elastic run have little time to meet, but not to work.
+        usual = None if self.elastic is None else ELASTIC_TIMEOUT
+        return EngineOptions(
+            micro_batch_size=self.microbatch_size,
+            batch_dim=self.batch_dim or {},
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            timeout=self.time_limit or usual,
+            patience=float(self.patience),
+            autocast=PRECISIONS[self.precision],
+            choose_owners=dividing(int(self.sharded_optimizer)),
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks, whatever the pipelines are, by name."""
+        names = _ALIKE if self.elastic is None else (*_ALIKE, "schedule")
+        return {f"the plugin's {name}": getattr(self, name) for name in names}
