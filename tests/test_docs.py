@@ -278,6 +278,7 @@ def test_commands_parse(words: list[str]) -> None:
             check_python(arguments)
         case "pip":
             for word in arguments:
+                assert not word.startswith("penstock"), "it is not on PyPI: pip install -e ."
                 assert set(re.findall(r"\w+", word.partition("[")[2])) <= EXTRAS.keys(), word
         case "bash":
             assert (ROOT / arguments[0]).is_file()
