@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -15,9 +18,10 @@ import pytest
 import torch
 import trl
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
-from transformers import Adafactor, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Adafactor, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
 import penstock
@@ -274,6 +278,178 @@ def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None
         PipelineTrainer(gpt2(), arguments(tmp_path), parallelism={"pipeline_size": 2})
 
 
+# An event of a callback, and what is asked for there: on rank 0 alone, once two steps were made.
+ASKED = [
+    ("on_step_end", "should_training_stop"),
+    ("on_step_end", "should_save"),
+    ("on_step_end", "should_evaluate"),
+    ("on_substep_end", "should_epoch_stop"),
+    ("on_log", "should_evaluate"),
+    ("on_log", "should_training_stop"),
+    ("on_evaluate", "should_save"),
+    ("on_save", "should_training_stop"),
+]
+
+
+class Asking(TrainerCallback):
+    def __init__(self, event: str, flag: str, rank: int = 0):
+        setattr(self, event, self._ask)
+        self._flag, self._rank = flag, rank
+
+    def _ask(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == self._rank and state.global_step == 2:
+            setattr(control, self._flag, True)
+
+
+def asked(folder: Path, stages: int = 0, rank: int = 0) -> list[tuple[Any, ...]]:
+    """What each run logged, and which checkpoints it saved."""
+    kind, parallelism = kind_of(stages)
+    found = []
+    for number, (event, flag) in enumerate(ASKED[: len(ASKED) if rank == 0 else 1]):
+        saves = "steps" if event == "on_save" else "no"
+        evaluates = "steps" if event == "on_evaluate" else "no"
+        into = folder / str(number)
+        options = arguments(
+            into, max_steps=4, save_strategy=saves, save_steps=2, eval_strategy=evaluates, eval_steps=2,
+            save_only_model=True,
+        )  # fmt: skip
+        data = {"train_dataset": texts(16), "eval_dataset": texts(4)}
+        trainer = kind(gpt2(), options, callbacks=[Asking(event, flag, rank)], **data, **parallelism)
+        trainer.train()
+        logs = [(one["step"], one.get("loss"), one.get("eval_loss")) for one in trainer.state.log_history[:-1]]
+        saved = sorted(path.name for path in into.glob("checkpoint-*"))
+        found.append((trainer.state.global_step, logs, saved))
+    return found
+
+
+def test_what_callbacks_ask_for_on_rank_0_alone_is_done_on_all(pool: Pool, tmp_path: Path) -> None:
+    expected = asked(tmp_path / "plain")
+    assert len({(steps, len(logs), *saved) for steps, logs, saved in expected}) >= 5
+    for found in pool.run(2, asked, tmp_path / "split", 2, init=False):
+        for case, mine, theirs in zip(ASKED, found, expected, strict=True):
+            assert mine[0] == theirs[0] and mine[2] == theirs[2], case
+            assert mine[1] == [tuple(pytest.approx(one, abs=TOLERANCE) for one in entry) for entry in theirs[1]], case
+
+
+def ask_on_rank_1(folder: Path) -> tuple[int, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ((steps, *_),) = asked(folder, 2, rank=1)
+    return steps, [str(one.message) for one in caught if "rank 0 did not" in str(one.message)]
+
+
+def test_what_callbacks_ask_for_on_another_rank_is_warned_of(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, ask_on_rank_1, tmp_path, init=False)
+    assert first[0] == second[0] == 4
+    assert any("rank 1 asked for should_training_stop, but rank 0 did not" in one for one in first[1])
+
+
+def differing_metrics(folder: Path) -> tuple[int | None, list[str]]:
+    """Rank 0 finds the first step the best, the others each later one better."""
+    rank = int(os.environ["RANK"])
+    measured = iter(range(8))
+    trainer = PipelineTrainer(
+        gpt2(),
+        arguments(
+            folder, max_steps=4, save_strategy="best", save_only_model=True, eval_strategy="steps", eval_steps=2,
+            metric_for_best_model="found", greater_is_better=True,
+        ),
+        train_dataset=texts(16),
+        eval_dataset=texts(4),
+        compute_metrics=lambda _: {"found": next(measured) * (1 if rank else -1)},
+        parallelism={"pipeline_parallel_size": 2},
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.best_global_step, sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def test_the_best_step_is_rank_0s_if_metrics_differ(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, differing_metrics, tmp_path, init=False) == [(2, ["checkpoint-2"])] * 2
+
+
+# What the mixin does in its own way, and the Trainer has a method for.
+REPLACED = sorted(
+    name
+    for name, value in vars(PipelineTrainerMixin).items()
+    if isinstance(value, FunctionType) and name in vars(Trainer) and name not in ("__init__", "compute_loss")
+)
+
+
+def own_methods(called: set[str]) -> type:
+    """A class derived from `Trainer` that defines each of these, calls `super()`, and notes it."""
+
+    def noting(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return getattr(super(kind, self), name)(*args, **kwargs)
+
+        return method
+
+    kind: type = type("Own", (Trainer,), {name: noting(name) for name in REPLACED})
+    return kind
+
+
+def train_with_own_methods(folder: Path) -> tuple[list[str], list[str]]:
+    called: set[str] = set()
+    kind = type("Split", (PipelineTrainerMixin, own_methods(called)), {})
+    options = arguments(
+        folder, max_steps=2, save_steps=1, save_strategy="steps", eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    for resume in (False, folder / "checkpoint-1"):
+        trainer = kind(
+            gpt2(),
+            options,
+            train_dataset=texts(16),
+            eval_dataset=texts(4),
+            parallelism={"pipeline_parallel_size": 2},
+        )
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+    trainer.predict(texts(4))
+    with pytest.raises(NotImplementedError, match="push_to_hub"):
+        trainer.push_to_hub()
+    return REPLACED, sorted(called)
+
+
+def test_classes_below_the_mixin_keep_every_method_of_their_own(pool: Pool, tmp_path: Path) -> None:
+    assert {"training_step", "_save", "_load_best_model", "get_train_dataloader"} <= set(REPLACED)
+    for replaced, called in pool.run(2, train_with_own_methods, tmp_path, init=False):
+        assert called == replaced
+
+
+class HalfGradients(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        return loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        Path(str(output_dir), "note.txt").touch()
+
+
+def train_with_half_gradients(folder: Path, stages: int = 0) -> list[dict[str, float]]:
+    bases = (PipelineTrainerMixin, HalfGradients) if stages else (HalfGradients,)
+    parallelism = kind_of(stages)[1]
+    # SGD, as an Adam's step does not depend on the gradients' size.
+    options = arguments(folder, gradient_accumulation_steps=1, max_grad_norm=0, optim="sgd", learning_rate=0.5)
+    trainer = type("Own", bases, {})(gpt2(), options, train_dataset=texts(40), **parallelism)
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    return trainer.state.log_history
+
+
+def test_a_training_step_and_a_save_of_ones_own_are_called(pool: Pool, tmp_path: Path) -> None:
+    plain, split = tmp_path / "plain", tmp_path / "split"
+    expected = train_with_half_gradients(plain)
+    for log in pool.run(2, train_with_half_gradients, split, 2, init=False):
+        assert_same_log(log, expected)
+    assert_same_weights(split / "final", plain / "final")
+    assert (split / "final" / "note.txt").exists()
+
+
 def train_a_module_of_ones_own(folder: Path, stages: int = 0, resume: bool = False) -> list[float]:
     """A module that is no model of transformers, and has no configuration. Its first step is declared its best."""
     torch.manual_seed(0)
@@ -400,6 +576,35 @@ def give_to_others(folder: Path) -> None:
 
 def test_accelerate_and_the_plain_trainer_refuse_a_parallelised_model(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, give_to_others, tmp_path)
+
+
+def prepared_rates(stages: int = 0) -> list[list[float]]:
+    """The rates of a scheduler that accelerate has prepared: of a pipelined model, if any, and of a plain module."""
+    AcceleratorState._reset_state(True)
+    accelerator, found = Accelerator(cpu=True), []
+    models: list[Any] = [torch.nn.Linear(2, 2)]
+    if stages:
+        models.insert(0, penstock.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": stages}}))
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        optimizer, scheduler = accelerator.prepare(optimizer), accelerator.prepare(scheduler)
+        rates = []
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+            rates += scheduler.get_last_lr()
+        found.append(rates)
+    return found
+
+
+def test_a_prepared_scheduler_steps_once_for_each_pipeline(pool: Pool) -> None:
+    """As accelerate steps once for each process, which takes a batch of its own."""
+    (alone,) = prepared_rates()
+    for of_one_pipeline, of_two_processes in pool.run(2, prepared_rates, 2):
+        assert of_one_pipeline == alone != of_two_processes
+    for of_two_pipelines, of_two_processes in pool.run(2, prepared_rates, 1):
+        assert of_two_pipelines == of_two_processes
 
 
 def test_without_accelerate_the_error_says_what_to_install(tmp_path: Path) -> None:

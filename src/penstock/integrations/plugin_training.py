@@ -42,6 +42,11 @@ DECIDING = (
     "metric_for_best_model", "save_only_model", "learning_rate", "lr_scheduler_type",
 )  # fmt: skip
 
+_OWN_LOADER = ValueError(
+    "get_train_dataloader of a class of your own does not work with a plugin, whose loader shares the data out: give "
+    "train_dataset and data_collator"
+)
+
 
 class CountingBooster(Booster):
     """Adds to each global batch its number of labels, as a Trainer counts them."""
@@ -137,7 +142,8 @@ class PluginTraining:
         """Make optimizer and scheduler, with `elastic=` meet the other processes, and load the checkpoint that training
         goes on from, unless this process joins a run. Returns the epoch, and the step in it, to begin with."""
         loader = self._loader
-        assert loader is not None
+        if loader is None:
+            raise _OWN_LOADER
         self._boost(loader, max_steps)
         if self.joined:  # epochs may have been stopped before their end
             place = loader.state_dict()
@@ -226,9 +232,11 @@ class PluginTraining:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def empty_batches(self) -> DataLoader[dict[str, Any]]:
-        """What the Trainer's loop goes over: an empty batch for each step of an epoch. It can skip the first ones."""
-        assert self._loader is not None
+    def empty_batches(self, found: Any) -> DataLoader[dict[str, Any]]:
+        """What the Trainer's loop goes over: an empty batch for each step of an epoch. It can skip the first ones.
+        `found`: what `get_train_dataloader` returned."""
+        if self._loader is None or found is not self._loader:
+            raise _OWN_LOADER
         steps: Any = [{}] * len(self._loader)
         # With a generator of its own it draws nothing from the user's random stream.
         return DataLoader(steps, collate_fn=lambda samples: samples[0], generator=torch.Generator())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from penstock.config import Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.initialize import ConfigLike, initialize
 from penstock.integrations.accelerator import PipelineAccelerator
+from penstock.integrations.decisions import CommonDecisions
 from penstock.integrations.plugin_training import PluginTraining
 from penstock.integrations.trl import TokenMetrics, is_sft, is_sft_class, weigh_routers
 from penstock.modeling.adapters import base_of
@@ -40,6 +42,8 @@ from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
 from penstock.pipeline_model import PipelineModel, loss_tensor
 from penstock.plugin import HeterogeneousParallelPlugin
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.settings import bits_of, float_of
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK, Engine
 
 logger = logging.getLogger(__name__)
@@ -71,6 +75,28 @@ RUNS_THE_MODEL = (
 )
 
 
+def in_place_of_the_trainers(ours: Callable[..., Any], with_plugin_only: bool = False) -> Any:
+    """Makes of `ours`, a method of the mixin, the Trainer's own method of its name, for the mixin's objects. Classes
+    between the mixin and the Trainer that define it, too, are called, and come to `ours` by `super()`."""
+    name = ours.__name__
+
+    @functools.wraps(ours)
+    def entered(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        trainers = getattr(Trainer, name)
+        is_ours = self._plugin is not None or not with_plugin_only
+
+        def instead(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return (ours if trainer is self and is_ours else trainers)(trainer, *args, **kwargs)
+
+        with mock.patch.object(Trainer, name, instead):
+            return getattr(super(PipelineTrainerMixin, self), name)(*args, **kwargs)
+
+    return entered
+
+
+with_a_plugin_in_place_of_the_trainers = partial(in_place_of_the_trainers, with_plugin_only=True)
+
+
 class PipelineTrainerMixin(Trainer):
     """A mixin to put before a class derived from transformers' `Trainer`: it trains the model over pipeline stages.
 
@@ -89,6 +115,9 @@ class PipelineTrainerMixin(Trainer):
     """
 
     model: Any
+    callback_handler: CommonDecisions
+    # Whether what is logged next is a training step's.
+    _logs_a_step = False
     # As for a batch by itself; train() sets it for each step.
     current_gradient_accumulation_steps = 1
 
@@ -111,6 +140,7 @@ class PipelineTrainerMixin(Trainer):
             )
         self._refuse_own_losses()
         super().__init__(*args, **kwargs)
+        self.callback_handler = CommonDecisions(self.callback_handler, self._exchange_decisions)
         if isinstance(self.lr_scheduler, AdafactorSchedule):
             self.lr_scheduler.__class__ = _RatesOfThisRank
         for name in ("compute_loss_func", "label_smoother"):
@@ -183,9 +213,11 @@ class PipelineTrainerMixin(Trainer):
             instead = RUNS_THE_MODEL if kind.__module__.startswith("trl.") else "use compute_loss_func"
             raise _not_over_pipelines(f"{kind.__name__}.compute_loss", instead)
 
+    @in_place_of_the_trainers
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: the model is on its device already."""
 
+    @in_place_of_the_trainers
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer's step, over all pipelines."""
         if self._plugin is not None:
@@ -199,10 +231,16 @@ class PipelineTrainerMixin(Trainer):
             resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    @property
+    def _with_plugin(self) -> PluginTraining:
+        assert self._plugin is not None
+        return self._plugin
+
     # -- with a plugin ---------------------------------------------------------------------------------------------
 
+    @with_a_plugin_in_place_of_the_trainers
     def get_train_dataloader(self) -> Any:
-        return super().get_train_dataloader() if self._plugin is None else self._plugin.loader()
+        return self._with_plugin.loader()
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
         """With a plugin the model is parallelised here, where a process may find that it joins a run under way."""
@@ -210,16 +248,15 @@ class PipelineTrainerMixin(Trainer):
         _, checkpoint, _ = args
         return found if self._plugin is None else self._plugin.begin(max_steps, steps_per_epoch, checkpoint)
 
+    @with_a_plugin_in_place_of_the_trainers
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self._plugin is None:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Known to accelerate, so that no evaluation takes the time to prepare it.
         self.model_wrapped = self.accelerator.prepare_model(self.model)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         self.accelerator.optimizer = self.optimizer
-        return self.model, self._plugin.empty_batches()
+        return self.model, self._with_plugin.empty_batches(train_dataloader)
 
     def _run_epoch(self, **given: Any) -> None:
         if self._plugin is not None:
@@ -242,6 +279,41 @@ class PipelineTrainerMixin(Trainer):
         """As the Trainer's: an ordinary folder of the whole model."""
         self._surviving(partial(super().save_model, *args, **kwargs))
 
+    # -- decisions of callbacks ------------------------------------------------------------------------------------
+
+    def _exchange_decisions(self, mine: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        def exchange() -> Mapping[int, Sequence[int]]:
+            with self._engine.together(Call.DECIDE, mine) as said:
+                return said
+
+        exchanged: Mapping[int, Sequence[int]] = self._surviving(exchange)
+        return exchanged
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, which all ranks call: they log a step together, or none does."""
+        self._logs_a_step = self.control.should_log and self.state.global_step > self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._logs_a_step = False
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        super().log(*args, **kwargs)
+        if self._logs_a_step:
+            self._logs_a_step = False
+            self.callback_handler.make_alike(self.control)
+
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether this evaluation was the best by rank 0's metrics, also if another rank's differ."""
+        found: bool = super()._determine_best_metric(*args, **kwargs)
+        if self.args.metric_for_best_model is None:
+            return found
+        state = self.state
+        mine = [int(found), state.best_global_step or 0, bits_of(float(state.best_metric))]
+        every = self._exchange_decisions(mine)
+        if (first := list(every[min(every)][:3])) != mine:
+            state.best_global_step, state.best_metric = first[1] or None, float_of(first[2])
+        return bool(first[0])
+
+    @in_place_of_the_trainers
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         raise NotImplementedError(
             "push_to_hub() of a PipelineTrainer: call trainer.save_model(folder) on every rank, and then "
@@ -265,6 +337,7 @@ class PipelineTrainerMixin(Trainer):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
+    @in_place_of_the_trainers
     def training_step(
         self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -370,6 +443,7 @@ class PipelineTrainerMixin(Trainer):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    @in_place_of_the_trainers
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write an ordinary folder of the whole model; all ranks take part."""
         folder = self.args.output_dir if output_dir is None else output_dir
@@ -382,17 +456,18 @@ class PipelineTrainerMixin(Trainer):
             processing_class.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
+    @in_place_of_the_trainers
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
         save_optimizer_state(self.optimizer, self._engine, output_dir)
 
+    @with_a_plugin_in_place_of_the_trainers
     def _save_rng_state(self, output_dir: str) -> None:
-        """With a plugin the optimizer's files hold the scale."""
-        if self._plugin is None:
-            super()._save_rng_state(output_dir)
+        """Do nothing: with a plugin the optimizer's files hold the states."""
 
+    @in_place_of_the_trainers
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
         if self._plugin is None:  # which loads them when the pipelines stand, see `_init_training_state`
@@ -402,9 +477,11 @@ class PipelineTrainerMixin(Trainer):
         self._engine.refuse_if_over()
         self.model.load_ordinary(folder)
 
+    @in_place_of_the_trainers
     def _load_best_model(self) -> None:
         self._surviving(partial(self._load_weights, self.state.best_model_checkpoint))
 
+    @in_place_of_the_trainers
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, from any number of stages."""
         if checkpoint is None:

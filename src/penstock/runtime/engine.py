@@ -63,7 +63,7 @@ DEFAULT_MICROBATCHES_PER_RANK = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
 # Calls whose numbers all ranks should have alike.
-ALIKE = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE})
+ALIKE = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE, Call.DECIDE})
 # What of an engine is for users of `model.pipeline`.
 FOR_USERS = ["close", "device", "grad_norm", "last_step", "layout", "place", "rank", "step_number", "trace"]
 FOR_USERS += ["trace_steps", "weight_gradients"]

@@ -2,7 +2,8 @@
 
 `clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
 `GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused.
-Other models' parameters are not concerned.
+A scheduler that accelerate has prepared steps once for each pipeline, not for each rank. Other models' parameters are
+not concerned.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -49,6 +53,9 @@ def _install() -> None:
         cell.cell_contents = functools.partial(ours, cell.cell_contents)
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = functools.partialmethod(_unscale, scaler._unscale_grads_)
+    if (accelerates := sys.modules.get("accelerate.scheduler")) is not None:  # transformers imports it if it is there
+        scheduler: Any = accelerates.AcceleratedScheduler
+        scheduler.step = functools.partialmethod(_step_of_scheduler, accelerates, scheduler.step)
 
 
 def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,6 +125,17 @@ def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> 
                 overflow = any(facts[0] for facts in said.values())
             found[engine.device] = torch.full((), float(overflow), device=engine.device)
     return found
+
+
+def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *args: Any, **kwargs: Any) -> None:
+    """Accelerate steps once for each process, as a step takes so many batches. Here it takes one for each pipeline."""
+    groups = (group for optimizer in scheduler.optimizers for group in optimizer.param_groups)
+    engines = engines_of(parameter for group in groups for parameter in group["params"])
+    if not engines:
+        return accelerates_own(scheduler, *args, **kwargs)
+    state = SimpleNamespace(num_processes=len(engines[0].layout.pipelines))
+    with mock.patch.object(accelerates, "AcceleratorState", lambda: state):
+        return accelerates_own(scheduler, *args, **kwargs)
 
 
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:

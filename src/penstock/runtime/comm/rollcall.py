@@ -61,6 +61,7 @@ class Call(Enum):
     COUNT_LABELS = "the Trainer's training step"
     BETWEEN_STEPS = "the end of an evaluation or a save of the Trainer"
     CHANGE = "a change of the run's members"
+    DECIDE = "what the Trainer's callbacks decide"
 
     def __str__(self) -> str:
         return self.value

@@ -147,9 +147,14 @@ def bits_of(number: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
-def number_in_words(bits: int) -> str:
+def float_of(bits: int) -> float:
     """The float whose bits these are."""
-    return f"{struct.unpack('<d', struct.pack('<q', bits))[0]:g}"
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def number_in_words(bits: int) -> str:
+    """The float whose bits these are, in words."""
+    return f"{float_of(bits):g}"
 
 
 _COMPARED: tuple[tuple[str, str, Callable[[int], str]], ...] = (
