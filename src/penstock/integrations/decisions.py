@@ -1,7 +1,7 @@
 """What callbacks decide: stopping, logging, evaluating and saving are made alike on all ranks, as rank 0 has them.
 
-A callback with a time limit may ask for something on rank 0 alone, or at another step than on another rank. All ranks do
-together what it asks for, so they exchange their decisions after each event that leads to one.
+A callback with a time limit may ask for something on rank 0 alone, or at another step than on another rank. All ranks
+do together what it asks for, so they exchange their decisions after each event that leads to one.
 """
 
 from __future__ import annotations
