@@ -78,8 +78,10 @@ class Group:
         return self._event(Do.SEND, tensors[0], peer=self.ranks[peer], tag=tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        answer = self.answers.get(Message(tag // TAGS_PER_CHANNEL % len(Message)))
-        if answer is not None:
+        kind = Message(tag // TAGS_PER_CHANNEL % len(Message))
+        if kind is Message.HEADER:  # of as many values as there is room for
+            tensors[0].copy_(encode_header([SPEC] * (len(tensors[0]) - 1)))
+        elif (answer := self.answers.get(kind)) is not None:
             tensors[0].copy_(answer)
         return self._event(Do.RECEIVE, tensors[0], peer=self.ranks[peer], tag=tag)
 
@@ -156,6 +158,8 @@ class World:
         group._event(Do.COLLECTIVE, tensor, tag="broadcast").wait()
 
 
+# How many values of a microbatch cross each boundary, by its signature, where it is not one.
+NUM_VALUES = {3: 0, 4: 2}
 SPEC = TensorSpec((1, WIDTH), torch.float32, requires_grad=True)
 RESULT = TensorSpec((1, 1, WIDTH), torch.float32)
 
@@ -178,7 +182,6 @@ class _Computing(torch.autograd.Function):
 class Stages(nn.Module):
     """Stands for the `SplitModel` of a rank: each unit is a linear layer. `tied`: units with one weight."""
 
-    random = False
     dtype = torch.float32
 
     def __init__(self, stages: Sequence[Sequence[str]], mine: Sequence[int], tied: Sequence[str], world: World):
@@ -194,10 +197,14 @@ class Stages(nn.Module):
         self.model = self
 
     def forward(self, plan: Any, stage: int, inputs: Any, received: Sequence[torch.Tensor], **options: Any) -> Any:
-        value = received[0] if len(received) else torch.ones(1, WIDTH, requires_grad=True)
+        value: Any = sum(received[number] for number in range(len(received)))
+        if not len(received):
+            value = torch.ones(1, WIDTH, requires_grad=True)
         for unit in self._stages[stage]:
             value = self.units[unit](_Computing.apply(self._note, unit, value))
-        return (StageOutput(value.sum()), ()) if stage == len(self._stages) - 1 else (None, (value,))
+        if stage == len(self._stages) - 1:
+            return StageOutput(value.sum()), ()
+        return None, tuple(value * 1 if number else value for number, _ in enumerate(plan.boundaries[stage]))
 
     def walk(self, plan: Any, stage: int, inputs: Any, received: Any, hand_over: Any, **options: Any) -> Any:
         _, sent = self.forward(plan, stage, inputs, received)
@@ -214,6 +221,9 @@ class Stages(nn.Module):
             checksum=0,
             calls=(),
         )
+
+    def draws(self, plan: Any) -> bool:
+        return False
 
     def _note(self, name: str) -> None:
         self._world.log.append(Event(Do.COMPUTE, what=name))
@@ -260,7 +270,6 @@ class RecordedRank:
             Program.of(schedule, self.place.pipeline_rank, far_ahead=not gpu)
             for schedule in (self.schedule, self.schedule.forwards())
         )
-        self.world.answers[Message.HEADER] = encode_header([SPEC])
         self.world.answers[Message.RESULT_HEADER] = encode_header([RESULT])
         self.world.answers[Message.PRESENCE] = torch.ones(1, dtype=torch.int64)
         self.states = [()] * self.schedule.num_stages
@@ -324,10 +333,13 @@ class RecordedRank:
     def _inputs(self, signatures: Sequence[int] | None) -> StepInputs:
         count = self.schedule.num_microbatches
         rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-        plan = SimpleNamespace(boundaries=[["hidden"]] * (self.schedule.num_stages - 1), loss=rule, fields=())
+        signatures = list(signatures or [0] * count)
+        boundaries = [
+            [("hidden",) * NUM_VALUES.get(signature, 1)] * (self.schedule.num_stages - 1) for signature in signatures
+        ]
+        plans = [SimpleNamespace(boundaries=each, loss=rule, fields=()) for each in boundaries]
         return StepInputs(
-            [{}] * count, [plan] * count, list(signatures or [0] * count), [(1,)] * count, [1] * count,
-            0, 0, [{}] * count,
+            [{}] * count, plans, signatures, [(1,)] * count, [1] * count, 0, 0, [{}] * count,
         )  # fmt: skip
 
 

@@ -22,17 +22,23 @@ from recorded_steps import RecordedRank, one_pipeline, recorded
 UNITS = ["u0", "u1", "u2", "u3"]
 # Several shapes in one step: some are met for the first time in its middle.
 SHAPES = [0, 0, 1, 0, 1, 2, 2, 0]
+# No value crosses for some microbatches, and two for others.
+NUMBERS = [0, 4, 3, 0, 3, 3, 4, 0]
 
 
 def phases(ranks: Sequence[RecordedRank]) -> dict[str, list[list[Event]]]:
     """What all ranks do when they start, train, evaluate and generate."""
     counts = {rank.schedule.num_microbatches for rank in ranks}
-    shapes = [SHAPES[i % len(SHAPES)] for i in range(max(counts))]
+    shapes, numbers = ([kinds[i % len(kinds)] for i in range(max(counts))] for kinds in (SHAPES, NUMBERS))
     steps: dict[str, Callable[[RecordedRank], list[Event]]] = {
         "warm-up": RecordedRank.warm_up,
         "first step": RecordedRank.train,
         "second step": RecordedRank.train,
         "step with other shapes": lambda rank: rank.train(shapes[: rank.schedule.num_microbatches]),
+        "step with other numbers of values": lambda rank: rank.train(numbers[: rank.schedule.num_microbatches]),
+        "evaluation with other numbers of values": lambda rank: rank.evaluate(
+            numbers[: rank.schedule.num_microbatches]
+        ),
         "first evaluation": RecordedRank.evaluate,
         "second evaluation": RecordedRank.evaluate,
         "generation": lambda rank: rank.generate(2),

@@ -18,6 +18,9 @@ from penstock.modeling.graph.units import traced_units
 class Forgetful(TorchDispatchMode):
     """In the place of RememberedOperations: every operation goes to torch."""
 
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

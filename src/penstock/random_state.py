@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 
 def accelerator_generator(device: torch.device) -> list[torch.Generator]:
@@ -28,12 +31,6 @@ def generators_in_use() -> list[torch.Generator]:
     """The default generators of torch's CPU, and of the current GPU once it is in use."""
     gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     return generators_of(torch.device("cuda" if gpu else "cpu"))
-
-
-def seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
-    """Seed these alone; `torch.manual_seed` would reseed every accelerator as well."""
-    for generator in generators:
-        generator.manual_seed(seed)
 
 
 def states_of(generators: Sequence[torch.Generator]) -> torch.Tensor:
@@ -80,3 +77,96 @@ def seeded(*entropy: int) -> Iterator[None]:
         np.random.seed(seed)
         torch.default_generator.manual_seed(seed)
         yield
+
+
+# -- what a model's code draws from --------------------------------------------------------------------------------
+
+TORCH, PYTHON, NUMPY = "torch's random numbers", "Python's random numbers", "NumPy's random numbers"
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Something that random numbers are drawn from. `fingerprint()` is another one once numbers were drawn."""
+
+    seed: Callable[[int], object]
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+    fingerprint: Callable[[], Any]
+
+
+def _of_torch(generator: torch.Generator) -> RandomSource:
+    """Of this generator alone; `torch.manual_seed` would seed every accelerator's as well."""
+    state = generator.get_state
+    return RandomSource(generator.manual_seed, state, generator.set_state, lambda: state().numpy().tobytes())
+
+
+def _of_python(generator: Any) -> RandomSource:
+    return RandomSource(generator.seed, generator.getstate, generator.setstate, generator.getstate)
+
+
+def _of_numpy(generator: Any) -> RandomSource:
+    """Of a `RandomState`, or of NumPy's global one, which the module has the methods of."""
+
+    def fingerprint() -> Any:
+        _, numbers, *rest = generator.get_state()
+        return numbers.tobytes(), *rest
+
+    seed = lambda seed: generator.seed(seed & 0xFFFFFFFF)  # noqa: E731  # which is all that it takes
+    return RandomSource(seed, generator.get_state, generator.set_state, fingerprint)
+
+
+def _of_numpy_generator(generator: np.random.Generator) -> RandomSource:
+    bits = generator.bit_generator
+
+    def restore(state: Any) -> None:
+        bits.state = state
+
+    seed = lambda seed: restore(type(bits)(seed).state)  # noqa: E731
+    return RandomSource(seed, lambda: bits.state, restore, lambda: repr(bits.state))
+
+
+_GLOBAL = {PYTHON: _of_python(random), NUMPY: _of_numpy(np.random)}
+_KINDS: tuple[tuple[type, Callable[[Any], RandomSource]], ...] = (
+    (torch.Generator, _of_torch),
+    (random.Random, _of_python),
+    (np.random.RandomState, _of_numpy),
+    (np.random.Generator, _of_numpy_generator),
+)
+
+
+def sources_of(names: Iterable[str], device: torch.device) -> list[RandomSource]:
+    """What stands for these names (`TORCH`, ...), for a model on `device`."""
+    found = [_of_torch(generator) for generator in generators_of(device)] if TORCH in names else []
+    return [*found, *(source for name, source in _GLOBAL.items() if name in names)]
+
+
+def fingerprints(names: Iterable[str], device: torch.device) -> dict[str, Any]:
+    """By name, what changes as numbers are drawn."""
+    return {name: [source.fingerprint() for source in sources_of([name], device)] for name in names}
+
+
+def drawn_since(before: Mapping[str, Any], device: torch.device) -> set[str]:
+    """The names of what was drawn from since `fingerprints` gave `before`."""
+    return {name for name, now in fingerprints(before, device).items() if now != before[name]}
+
+
+def held_sources(model: nn.Module) -> list[RandomSource]:
+    """The generators that a model's modules hold as attributes, each once."""
+    values = {id(value): value for module in model.modules() for value in vars(module).values()}
+    return [make(value) for value in values.values() for kind, make in _KINDS if isinstance(value, kind)]
+
+
+@contextmanager
+def seedable(sources: Sequence[RandomSource]) -> Iterator[Callable[[int], None]]:
+    """Gives what seeds `sources`, which are as before at the end."""
+    states = [source.state() for source in sources]
+
+    def seed(number: int) -> None:
+        for source in sources:
+            source.seed(number)
+
+    try:
+        yield seed
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.restore(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -14,8 +15,10 @@ from torch import nn
 
 from penstock.checking.reasons import taken
 from penstock.modeling.configuration import configuration_of
-from penstock.modeling.randomness import NOISE
 from penstock.nested import map_tensors
+
+# Attributes and configuration entries that hold a probability or an amplitude of noise.
+NOISE = re.compile(r"drop|jitter|noise|mask_(time|feature)_prob|apply_spec_augment")
 
 
 @contextlib.contextmanager

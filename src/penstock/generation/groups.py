@@ -69,7 +69,7 @@ def watcher(arguments: Mapping[str, Any], model: Any, original: Callable[..., An
 def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | None:
     """Why a batch must stay in one group although only its tokens count, None if it need not."""
     if training:
-        return "the model is in training mode with dropout, which is drawn for the whole batch"
+        return "the model is in training mode, where random numbers are drawn for the whole batch"
     if isinstance(setting("decoder_start_token_id", arguments, model), Sequence):
         return "decoder_start_token_id is given for each sample"
     if not in_turns(model.pipeline.context.pipeline):
@@ -88,7 +88,7 @@ def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watc
     if num_ranks == 1 or wanted == 1:
         return 1, size
     number = min(wanted, size) if wanted != "auto" else num_ranks if size >= LEAST_SAMPLES * num_ranks else 1
-    reason = watching or obstacle(arguments, model, model.training and pipeline.split.random)
+    reason = watching or obstacle(arguments, model, model.training)
     if reason is None and number == 1:
         reason = f"it has fewer than {LEAST_SAMPLES} samples for each of {num_ranks} ranks"
     if reason is None:

@@ -87,7 +87,7 @@ class SingleForwards:
         family = _family(plan, inputs)
         key = (plan.digest, autocast, *_shapes(inputs))
         caches = StageCaches(plan, self._own_stages, inputs) if len(self._own_stages) > 1 else None
-        begun = Forward(plan, inputs, key, family and (autocast, family), caches, self._next_seed())
+        begun = Forward(plan, inputs, key, family and (autocast, family), caches, self._next_seed(plan))
         if len(self._own_stages) == 1:
             self._ask_ahead(begun, self._own_stages[0])
         return begun
@@ -129,9 +129,9 @@ class SingleForwards:
         else:
             self._ask_ahead(begun, self._own_stages[self._own_stages.index(stage) + 1])
 
-    def _next_seed(self) -> int | None:
-        """In training mode with dropout: a seed of its own for every forward, so that no rank's generator moves."""
-        if not (self._split.random and self._split.model.training):
+    def _next_seed(self, plan: ForwardPlan) -> int | None:
+        """Where random numbers are drawn: a seed of its own for every forward, so that no rank's generator moves."""
+        if not self._split.draws(plan):
             return None
         self.seed = int(torch.randint(1 << 62, ())) if self.seed is None else mixed(self.seed, 1)
         return self.seed

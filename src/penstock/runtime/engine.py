@@ -24,6 +24,7 @@ from penstock.data.microbatch import refuse_unknown_names
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.randomness import key_of, mixed
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.rollcall import Call
@@ -92,7 +93,8 @@ class Engine:
             gradients between steps do not have it.
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
-        step_number: how many training steps were begun. It decides the dropout of the next one, as `seed` does.
+        step_number: how many training steps were begun. It decides the random numbers of the next one, as `seed` does.
+        num_evaluations: how many evaluations were begun since then; it decides those of the next one.
         known: every parameter of the model, by its unsplit name, with or without storage here.
         recovery: what becomes of calls when a rank is lost.
         observers: are told what training steps do.
@@ -114,7 +116,7 @@ class Engine:
         self.autocast = options.autocast
         self.loss_scale = 1.0
         self.own_means = False
-        self.step_number = 0
+        self.step_number = self.num_evaluations = 0
         self.seed: int | None = None
         self.recovery: Recovery = NoRecovery()
         self.observers: list[StepObserver] = []
@@ -280,6 +282,7 @@ class Engine:
             said = self.parts.compare(roll_call.wait())
             self.parts.updates.begin_step()
             self.step_number += 1
+            self.num_evaluations = 0
             return states_of_stages(said, self.context, training=True)
 
         try:
@@ -439,8 +442,9 @@ class Engine:
         if self.device.type != "cpu":
             microbatches, hosts = place(microbatches, self.device)
         assert self.seed is not None
+        seed = self.seed if training else mixed(self.seed, key_of("evaluation", self.num_evaluations))
         plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)
         return StepInputs.of(
             microbatches, plan, sizes, first_microbatch, self.step_number,
-            with_counts=self.context.holds_output, hosts=hosts, run_seed=self.seed, criterion=criterion,
+            with_counts=self.context.holds_output, hosts=hosts, run_seed=seed, criterion=criterion,
         )  # fmt: skip

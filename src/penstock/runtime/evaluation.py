@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.data.batch import with_one_sample_more
 from penstock.data.fingerprint import fingerprint
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.named_output import Form, Shapes, named_output, output_of
+from penstock.modeling.stage.named_output import Form, Shapes, joint_form, named_output, output_of
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
@@ -63,8 +63,9 @@ def _evaluation(
 ) -> Iterator[tuple[Any, Form | None]]:
     """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
-    prepared = engine.prepare(microbatches, sizes, 0, criterion)
     over_all_pipelines = call is Call.EVALUATE_TOGETHER
+    first = engine.place.pipeline * len(microbatches) if over_all_pipelines else 0
+    prepared = engine.prepare(microbatches, sizes, first, criterion)
     if over_all_pipelines:
         refuse_without_loss(engine.split.model, prepared)
     with autocast(engine.device, engine.autocast):
@@ -73,18 +74,18 @@ def _evaluation(
             engine.together(call, settings, over_all_pipelines) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
+            engine.num_evaluations += 1
             states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
             totals = parts.totals if over_all_pipelines else None
             outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, totals)
             output = None
             if outputs:
-                rule = prepared.plans[0].loss
-                fields = () if rule is None else rule.fields
+                fields = {field for plan in prepared.plans if plan.loss is not None for field in plan.loss.fields}
                 grown = partial(shapes_of_one_more, engine, prepared.microbatches[0], sizes[0])
                 with torch.no_grad():  # an output may be a parameter itself
                     output = merge_outputs(outputs, sizes, fields, grown)
-            yield output, prepared.plans[0].form if prepared.plans else None
+            yield output, joint_form(plan.form for plan in prepared.plans)
 
 
 @torch.no_grad()
@@ -119,6 +120,7 @@ def run_forwards(
             shares=inputs.shares(microbatch, counts) if stage == last else None,
             criterion=inputs.criterion,
             host=inputs.hosts[microbatch],
+            watch=microbatch == 0,
         )
         if stage == last:
             outputs[microbatch] = named_output(output)

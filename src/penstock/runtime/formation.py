@@ -160,6 +160,7 @@ def form(
     parts = Parts(split, context, make_schedule, held, engine.options.choose_owners)
     engine.take_up(parts)
     first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
+    engine.num_evaluations = 0  # of ranks that come new, too
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
         share_values()

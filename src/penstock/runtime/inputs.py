@@ -190,10 +190,9 @@ def _plan(
 
 def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
     """Warn, as often as the user's filters let it through, if microbatches cannot add up to the whole batch's loss."""
-    for plan in inputs.plans[:1]:
-        if plan.loss is not None and not plan.loss.exact:
-            what = f"the loss of {type(model).__name__} is no mean over tokens or samples ({plan.loss.reason})"
-            warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
+    for reason in dict.fromkeys(plan.loss.reason for plan in inputs.plans if plan.loss and not plan.loss.exact):
+        what = f"the loss of {type(model).__name__} is no mean over tokens or samples ({reason})"
+        warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
 
 
 def warn_of_batch_statistics(model: nn.Module) -> None:

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+from penstock.modeling.graph.loss import LoopError
 from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.step import LoopError, TrainingStep
+from penstock.runtime.step import TrainingStep
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ class Program:
     def begin(self, boundaries: Boundaries, inputs: StepInputs, states: Sequence[Hashable]) -> None:
         """Make ready for the messages of a step or an evaluation; `states`: see `Boundaries.begin`."""
         boundaries.channels.sends_ahead = self.sends_ahead
-        num_values = [len(values) for values in inputs.plans[0].boundaries] if inputs.plans else []
-        boundaries.begin(self.orders, inputs.signatures, num_values, states)
+        crossing = list(zip(*(plan.boundaries for plan in inputs.plans), strict=True))
+        boundaries.begin(self.orders, inputs.signatures, crossing, states)
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.modeling.graph.loss import LoopError
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
@@ -46,11 +47,6 @@ from penstock.schedule.communication import Step
 
 # How many seconds a signal that interrupted some ranks may take to reach another one.
 LATE_SIGNAL = 3.0
-
-
-class LoopError(RuntimeError):
-    """The loop over the microbatches was not written as it must be: one `backward()` for each yielded loss, in
-    order."""
 
 
 class StepNotes(Protocol):
@@ -112,7 +108,6 @@ class TrainingStep:
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
-        self._random = split.random
         self._proxy_dtype = torch.float64 if split.dtype == torch.float64 else torch.float32
         self.report: StepReport | None = None
         # What a signal's handler raised at the end of the step.
@@ -270,10 +265,11 @@ class TrainingStep:
             stage,
             inputs.microbatches[microbatch],
             received,
-            seed=inputs.seed(microbatch) if self._random else None,
+            seed=inputs.seed(microbatch),
             shares=inputs.shares(microbatch, self._global_counts()) if last else None,
             criterion=inputs.criterion,
             host=inputs.hosts[microbatch],
+            watch=microbatch == 0,
         )
 
     def _post(self, users: Sequence[Step]) -> None:

@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import has_adapters
 from penstock.modeling.configuration import configuration_of
+from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
-from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.weights.names import unit_of
 from penstock.modeling.weights.whole import Sharding, packed_weights, take_shards
 from penstock.runtime.failures.board import FailureBoard
@@ -121,8 +121,6 @@ class TensorParallel:
             for module in map(model.get_submodule, matching(model, pattern, names)):
                 extend_by_heads(module, arguments, self.region)
         self._loss.install(model)
-        if draws_random_numbers(model):
-            self.region.around = partial(ShardedDropout, self.region)
 
     def connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         """From here on the layers exchange through a process group."""
@@ -154,15 +152,16 @@ class TensorParallel:
                 "output_attentions"
             )
 
-    def run(self, digest: str, own_loss: bool, forward: Callable[[], Any]) -> Any:
-        """Run a forward of the plan `digest`.
+    def run(self, plan: ForwardPlan, own_loss: bool, forward: Callable[[], Any]) -> Any:
+        """Run a forward of a plan.
 
         Args:
             own_loss: whether the model's own loss, a single mean, is trained on. If it is given the head's very output,
                 nobody needs whole logits: they then come as a distributed tensor, of which this rank has a shard. The
                 first forward of a plan has them gathered, and shows whether that is so.
         """
-        region, loss = self.region, self._loss
+        region, loss, digest = self.region, self._loss, plan.digest
+        region.around = partial(ShardedDropout, region) if plan.draws else None
         own_loss = own_loss and torch.is_grad_enabled()
         region.keep_logits_sharded = own_loss and digest in self._sharded_losses
         loss.calls = loss.direct_calls = 0

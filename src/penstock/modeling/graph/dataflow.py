@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.graph.seen import Seen, draws
 from penstock.modeling.tensor_spec import TensorSpec
 
 # A tensor of more elements that is computed from a unit's value, such as logits, is followed without its storage.
@@ -83,7 +84,7 @@ NOTHING: Sources = frozenset()
 
 
 class DataFlow(TorchDispatchMode):
-    """Marks tensors while active.
+    """Marks tensors while active, and lets `seen` note what operations do besides.
 
     Attributes:
         paused: operations are not followed (a unit's shape function, say).
@@ -95,8 +96,9 @@ class DataFlow(TorchDispatchMode):
         branches_on_loss: whether the result of a loss function decided what Python does next.
     """
 
-    def __init__(self, position: Callable[[], int]) -> None:
+    def __init__(self, position: Callable[[], int], seen: Seen | None = None) -> None:
         super().__init__()
+        self._seen = Seen() if seen is None else seen
         self.paused = False
         self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
@@ -212,6 +214,7 @@ class DataFlow(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        self._seen.note(func, args, kwargs)
         sources = self.sources((args, kwargs))
         # The first by name, so that all ranks find the same.
         leaked = min((source.name for source in sources if isinstance(source, Inside)), default=None)
@@ -223,7 +226,7 @@ class DataFlow(TorchDispatchMode):
             self.note_control(sources)
             # A number that is asked for may be logged; a truth value decides.
             self.branches_on_loss |= of_loss and args[0].dtype == torch.bool
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             sources |= {Drawn(str(func))}
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
             # Whether something is below a probability of zero, which no uniform number is.

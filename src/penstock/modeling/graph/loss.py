@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.utils import ModelOutput
 
+from penstock.modeling.collectives import CriterionCollective, OwnCollective
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.nested import named_tensors
 
@@ -42,11 +43,18 @@ class CriterionError(ValueError):
     """The caller's criterion failed, or returned no loss."""
 
 
+class LoopError(RuntimeError):
+    """The loop over the microbatches was not written as it must be: one `backward()` for each yielded loss, in order,
+    and nothing in it that waits for other ranks."""
+
+
 def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
     if criterion is None:
         return loss_of(output)
     try:
         loss = criterion(output, inputs)
+    except OwnCollective as error:
+        raise CriterionCollective(error.call) from error
     except (KeyError, AttributeError, TypeError) as error:
         raise CriterionError(
             f"the criterion failed with {type(error).__name__}: {error}. It is called as criterion(outputs, inputs); "

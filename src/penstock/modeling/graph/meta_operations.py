@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.modeling.graph.seen import Seen
+
 # Emptied when it grows beyond this; an entry takes about a kilobyte.
 MAX_REMEMBERED = 8192
 
@@ -30,10 +32,15 @@ class _Description(NamedTuple):
 
 class RememberedOperations(TorchDispatchMode):
     """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before. For use
-    without gradients: its answers require none."""
+    without gradients: its answers require none. `seen` notes what the operations do besides."""
+
+    def __init__(self, seen: Seen | None = None) -> None:
+        super().__init__()
+        self._seen = Seen() if seen is None else seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._seen.note(func, args, kwargs)
         key = _key_of(func, args, kwargs) if _makes_fresh_tensors(func) else None
         if key in _remembered:
             return _made(_remembered[key])

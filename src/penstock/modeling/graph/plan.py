@@ -105,8 +105,8 @@ def make_plan(
         last_calls=tuple(last_calls),
         **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},
     )
-    # A set prints in any order, and whether inputs are asked concerns nobody else.
-    left_out = ("written", "asks_inputs", "digest", "checksum")
+    # A set prints in any order, and what the code asks and draws concerns nobody else.
+    left_out = ("written", "asks_inputs", "draws", "batchwise", "digest", "checksum")
     parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in left_out]
     told = repr((*parts, sorted(map(str, plan.written))))
     # Names and numbers only: what else units return may print an address of this process.

@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
+from penstock.modeling.collectives import OwnCollective
 from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
+from penstock.modeling.graph.seen import Seen
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
@@ -111,6 +113,7 @@ class ShapeFunctions:
 
     Attributes:
         meter: makes what each run of a copy is counted by, in its attribute `cost`; None counts nothing.
+        seen: what the runs since the last `sync` did besides.
         hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
     """
 
@@ -126,13 +129,19 @@ class ShapeFunctions:
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.meter: Callable[[], Any] | None = None
+        self.seen = Seen()
+        # Whether each module of a unit was in training mode at the last `sync`.
+        self._modes = {name: bytes(1) for name in units}
 
     def sync(self) -> None:
         """Follow changes of the modules since the copies were made; called before planning."""
         for name, module in self.units.items():
-            if sum(1 for _ in module.modules()) != sum(1 for _ in self._copies[name].modules()):
+            modules = [*module.modules()]
+            if len(modules) != sum(1 for _ in self._copies[name].modules()):
                 self._copies[name] = _copy_of(module)  # adapters were put in
+            self._modes[name] = bytes(each.training for each in modules)
         self._remembered.clear()
+        self.seen = Seen()
 
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
@@ -141,7 +150,7 @@ class ShapeFunctions:
         has the values, as they come from the inputs alone; the unit's code may ask for them."""
         leaves, spec = flatten((args, kwargs))
         lasting, collected = not any(isinstance(leaf, Cache) for leaf in leaves), lengths(side_outputs())
-        key = (name, *map(_shape_key, leaves), *collected.items())
+        key = (name, *map(_shape_key, leaves), *collected.items(), self._modes[name])
         if name in self._asking:
             key += tuple(tuple(leaves[index].flatten().tolist()) for index in known)
         remembered = self._remembered.get(key) if lasting else None
@@ -178,19 +187,43 @@ class ShapeFunctions:
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
         failures: dict[tuple[int, ...], Exception] = {}
         # First as it went before; without the values there is less that a shape is remembered by.
-        for values in dict.fromkeys([known, ()] if name in self._asking else [(), known]):
-            try:
-                found = self._attempt(name, leaves, spec, False, values)
-            except Exception as error:
-                failures[values] = error
-                continue
-            if values:
-                self._asking.add(name)
-            return found
+        ways = dict.fromkeys([known, ()] if name in self._asking else [(), known])
+        trains = self._trains(name)
+        for training in (True, False) if trains else (False,):
+            # What cannot run in training mode on meta tensors (a path by chance, say) mostly can in evaluation mode.
+            self.seen.draws = self.seen.draws or (trains and not training)
+            for values in ways:
+                try:
+                    found = self._attempt(name, leaves, spec, False, values, training=training)
+                except OwnCollective:
+                    raise
+                except Exception as error:
+                    failures[values] = error
+                    continue
+                if values:
+                    self._asking.add(name)
+                return found
         self.hidden.setdefault(name, failures[()])
         # Costs are those of the parts that run, and of the parameters of those that cannot.
         answered = None if self.meter is not None else self._answered(name, leaves, spec, str(failures[()]))
         return self._assuming(name, leaves, spec) if answered is None else answered
+
+    def _trains(self, name: str) -> bool:
+        """Whether something in a unit is in training mode. Costs are compared in evaluation mode."""
+        return self.meter is None and any(self._modes[name])
+
+    @contextmanager
+    def _in_mode(self, name: str, training: bool) -> Iterator[None]:
+        """The modules of a unit's copy are in the unit's own modes, if `training`, otherwise in evaluation mode."""
+        modules = [*self._copies[name].modules()]
+        modes = self._modes[name] if training else bytes(len(modules))
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = bool(mode)
+        self.seen.where = name
+        try:
+            yield
+        finally:
+            self.seen.where = ""
 
     def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
         """The shape of what a unit returns whose code asks after values, for any answer; None if it depends on them.
@@ -231,6 +264,7 @@ class ShapeFunctions:
         assumed: bool,
         known: tuple[int, ...] = (),
         answered: AbstractContextManager[Any] | None = None,
+        training: bool = False,
     ) -> OutputShape:
         use = CacheUse()
         with torch.inference_mode(False):  # inference tensors have no version counter
@@ -260,7 +294,8 @@ class ShapeFunctions:
                 sync_capture_hooks(self.units[name], self._copies[name])
             before = lengths(lists)
             with (
-                RememberedOperations(),
+                self._in_mode(name, training),
+                RememberedOperations(self.seen),
                 KnownValues() if known else nullcontext(),
                 answered or nullcontext(),
                 self.meter() if self.meter else nullcontext() as counted,
@@ -318,7 +353,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
 def _likeness(key: str, value: Any) -> Hashable:
     """What two attributes under one name have in common if a module's code cannot tell them apart."""
     kind = type(value)
-    if key == "layer_idx" or (kind in (dict, OrderedDict, set) and not value):
+    if key in ("layer_idx", "training") or (kind in (dict, OrderedDict, set) and not value):
         return None
     if key == "_modules":
         return tuple(value)
@@ -342,6 +377,8 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return run(*args, **kwargs)
+            except OwnCollective:
+                raise
             except Exception:
                 given = flatten((args, kwargs))[0]
                 tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]

@@ -18,6 +18,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from penstock.modeling.collectives import CriterionCollective, OwnCollective
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
     Altered,
@@ -30,7 +31,7 @@ from penstock.modeling.graph.dataflow import (
     Sources,
     Value,
 )
-from penstock.modeling.graph.loss import LOSS_FUNCTIONS, CriterionError, LossRule, loss_by
+from penstock.modeling.graph.loss import LOSS_FUNCTIONS, CriterionError, LoopError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
@@ -40,7 +41,17 @@ from penstock.modeling.stage.named_output import Form, Shapes, form_of, named_ou
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.names import names_in_units, unit_of
 from penstock.nested import map_tensors, named_tensors
-from penstock.random_state import all_restored, generators_in_use
+from penstock.random_state import (
+    NUMPY,
+    PYTHON,
+    TORCH,
+    all_restored,
+    drawn_since,
+    fingerprints,
+    generators_in_use,
+    held_sources,
+    seedable,
+)
 
 # Longer tensors are not looked into, as shapes hardly depend on them.
 MAX_KNOWN = 4096
@@ -67,6 +78,8 @@ class ForwardFacts:
         written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
+        draws: from what it draws random numbers, by the names in `random_state`.
+        batchwise: the operations in it whose backward depends on the whole batch.
         fields: the names of the output's fields, also of those that are None in this forward.
         head: the unit whose logits are made a chunk of tokens at a time, None if no loss asks for that.
     """
@@ -75,6 +88,8 @@ class ForwardFacts:
     written_inputs: tuple[str, ...]
     asks_inputs: bool
     loss: LossRule | None
+    draws: tuple[str, ...]
+    batchwise: tuple[str, ...]
     fields: tuple[str, ...]
     form: Form | None
     head: str | None
@@ -153,6 +168,7 @@ def trace(
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
+        seedable(held_sources(model)),
         _real_outside(model, functions.units) as real,
     ):
         arguments = {
@@ -168,17 +184,22 @@ def trace(
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
         losses = LossTrace({**arguments, **named}, flow, batch_dim or {})
-        interceptor.handler = planner
+        interceptor.handler, before = planner, fingerprints((PYTHON, NUMPY), device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
                 loss = loss_by(criterion, output, arguments)
                 _refuse_changed(model, real, flow)
+            draws = drawn_since(before, device) | ({TORCH} if functions.seen.draws else set())
         except (ReachedInside, CriterionError, ChunkedLossError):
             raise
+        except CriterionCollective as error:
+            raise LoopError(str(error)) from error
         except Untraceable as error:
             error.num_calls = len(planner.calls)
             raise
+        except OwnCollective as error:
+            raise Untraceable(str(error)) from error
         except Exception as error:
             where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
             failure = Untraceable(f"{type(error).__name__}: {error}{where}{_assumed(functions)}")
@@ -203,6 +224,8 @@ def trace(
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
         loss=None if loss is None else losses.rule(loss, fielded, getattr(criterion, "reduction", None)),
+        draws=tuple(sorted(draws)),
+        batchwise=tuple(sorted(functions.seen.batchwise)),
         shapes=planner.shapes,
         output_shapes=shapes_of(fielded),
         fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
@@ -224,7 +247,7 @@ class _Planner:
         self._model, self._head = model, head
         self.calls: list[TracedCall] = []
         self.shapes: dict[Value, TensorSpec] = {}
-        self.flow = DataFlow(lambda: len(self.calls))
+        self.flow = DataFlow(lambda: len(self.calls), functions.seen)
         self._functions = functions
         self._device = device
         self._counts: Counter[str] = Counter()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,6 +98,12 @@ def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
 def form_of(output: Any) -> Form | None:
     """The form of a `NamedOutput`, None for any other output."""
     return output.form if isinstance(output, NamedOutput) else None
+
+
+def joint_form(forms: Iterable[Form | None]) -> Form | None:
+    """The form of what has the fields of all of these, which are of one class: microbatches may have unlike ones."""
+    found = [form for form in forms if form is not None]
+    return replace(found[0], names=tuple(dict.fromkeys(chain(*(form.names for form in found))))) if found else None
 
 
 def output_of(kind: Any, values: Mapping[str, Any]) -> Any:

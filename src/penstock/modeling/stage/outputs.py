@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from penstock.modeling.stage.named_output import Shapes, form_of, output_of
+from penstock.modeling.stage.named_output import Shapes, form_of, joint_form, output_of
 
 
 def merge_outputs(
@@ -32,7 +32,7 @@ def merge_outputs(
             as large as the microbatch, so that either could be the samples'; by default the first is.
     """
     first = outputs[0]
-    kind = form_of(first) or type(first)
+    kind = joint_form(map(form_of, outputs)) or type(first)
     outputs = [_without_caches(output) for output in outputs]
     if len(outputs) == 1:
         return output_of(kind, outputs[0])

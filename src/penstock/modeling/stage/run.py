@@ -45,6 +45,8 @@ class StageRun:
     # The unit that makes its logits where a loss asks for them, of so many tokens at once.
     head: str | None = None
     chunk_tokens: int = 0
+    # The unit that runs; empty between units.
+    inside: str = ""
     _seed: int = 0
     _seed_generators: Callable[[int], None] | None = None
     _position: int = 0
@@ -86,6 +88,7 @@ class StageRun:
         compute = self._run if planned.own else self._answer
         with _NOTHING if host_values is None else host_values.aside():
             output = compute(planned, unit, module, args, kwargs)
+        self.inside = ""
         if planned.last:
             if self.hand_over is not None:
                 self.hand_over(self.finished())
@@ -99,7 +102,7 @@ class StageRun:
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a unit of this stage, and keep what the next stage needs of its output."""
-        shape = planned.call.output
+        shape, self.inside = planned.call.output, unit.name
         side_lengths = lengths(side_outputs()) if shape.captured else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
         expected = self._expected(planned.call, args, kwargs) if shape.assumed else None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.modeling.collectives import refused
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
@@ -27,13 +29,22 @@ from penstock.modeling.placeholders.ghosts import (
     strip,
 )
 from penstock.modeling.placeholders.partial_states import mark_states
-from penstock.modeling.randomness import draws_random_numbers
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.named_output import Shapes, output_with_loss
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
 from penstock.nested import map_tensors
-from penstock.random_state import generators_of, restored, seed_all
+from penstock.random_state import (
+    NUMPY,
+    PYTHON,
+    TORCH,
+    RandomSource,
+    drawn_since,
+    fingerprints,
+    held_sources,
+    seedable,
+    sources_of,
+)
 
 
 class SplitModel:
@@ -55,7 +66,6 @@ class SplitModel:
             by the first of its names).
         taken: the parameters and buffers that the last placement gave storage, named likewise, to be filled by the
             caller. Buffers that no checkpoint holds have their values already and are not among them.
-        random: whether the model draws random numbers in training (dropout), so that `seed` has an effect.
     """
 
     def __init__(
@@ -71,7 +81,6 @@ class SplitModel:
         self.aliases = alias_groups(model) if aliases is None else aliases
         # For saving: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
-        self.random = draws_random_numbers(model)
         self.tensor_parallel = sharding
         # Of whole units: what crosses between units is whole, however a unit computes it.
         units = {name: model.get_submodule(name) for stage in stages for name in stage}
@@ -83,7 +92,9 @@ class SplitModel:
         if self.device.type != "meta":
             make_absent_real(model, self.device)
         self._forwards.install()
-        self._generators: list[torch.Generator] | None = None
+        self._held_sources: list[RandomSource] = []
+        # From what a forward was seen to draw random numbers although its trace was not.
+        self._drawn: set[str] = set()
 
     def reform(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
         """Take up another placement of the same units, in place.
@@ -100,7 +111,6 @@ class SplitModel:
         their names and their stages. What was traced and planned is forgotten."""
         self._forwards.renew()
         self.aliases = record_of(self.model).aliases = alias_groups_by_identity(self.model)
-        self.random = draws_random_numbers(self.model)
         self._plans.clear()
         self._stage_plans.clear()
         self._guard_ghosts()
@@ -216,6 +226,7 @@ class SplitModel:
             except NotImplementedError as error:
                 raise refusal(self.model, str(error)) from error
             self._plans[traced] = known
+            self._held_sources = held_sources(self.model)
         return known
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
@@ -235,6 +246,7 @@ class SplitModel:
         shares: Sequence[float] | None = None,
         criterion: Criterion | None = None,
         host: Mapping[str, Any] | None = None,
+        watch: bool = False,
     ) -> tuple[Any | None, tuple[torch.Tensor, ...]]:
         """Run one stage on one microbatch; leave the model's forward after the stage's last unit.
 
@@ -242,11 +254,12 @@ class SplitModel:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
                 floating-point tensors are leaves that require gradients.
-            seed: equal on all stages, different for every step and microbatch. Dropout masks then depend on it and the
-                unit only, not on the layout, and the random generators are left as they were.
+            seed: equal on all stages, different for every step and microbatch. Random numbers then depend on it and the
+                place in the forward only, not on the layout, and the random generators are left as they were.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
             host: copies on the CPU of tensors in `inputs`, under their names: what the model's code asks of their
                 values is answered from them, see `HostValues`.
+            watch: whether to see if it draws random numbers where the plan says that it draws none.
 
         Returns:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
@@ -265,14 +278,15 @@ class SplitModel:
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
-            evaluate = partial(self.tensor_parallel.run, plan.digest, own_loss, evaluate)
+            evaluate = partial(self.tensor_parallel.run, plan, own_loss, evaluate)
         if plan.asks_inputs and host is not None and host is not inputs:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
-        elif plan.num_stages == 1 and not self._seeded(seed) and plan.head is None:
+        elif plan.num_stages == 1 and not (seed is not None and self.draws(plan)) and plan.head is None:
             return evaluate(), ()  # an ordinary forward
         run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        output = self._handled(run, evaluate, seed)
+        with refused(lambda: run.inside), self._watched(plan, stage) if watch else nullcontext():
+            output = self._handled(plan, run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def walk(
@@ -297,10 +311,10 @@ class SplitModel:
         run = self._stage_run(plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over)
         evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
-            evaluate = partial(self.tensor_parallel.run, plan.digest, False, evaluate)
-        if plan.num_stages == 1 and not self._seeded(seed):
+            evaluate = partial(self.tensor_parallel.run, plan, False, evaluate)
+        if plan.num_stages == 1 and not (seed is not None and self.draws(plan)):
             return evaluate()
-        output = None if run.plan.idle and early_exit else self._handled(run, evaluate, seed)
+        output = None if run.plan.idle and early_exit else self._handled(plan, run, evaluate, seed)
         run.finished()
         return output
 
@@ -318,16 +332,31 @@ class SplitModel:
         device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
         return StageRun(found, self._forwards.functions, received, device or self.device, **options)
 
-    def _seeded(self, seed: int | None) -> bool:
-        return seed is not None and self.random and self.model.training
+    def draws(self, plan: ForwardPlan) -> bool:
+        """Whether a forward draws random numbers, so that a seed has an effect."""
+        return bool(plan.draws or self._drawn or self._held_sources)
 
-    def _handled(self, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
-        if seed is not None and self._seeded(seed):
-            if self._generators is None:
-                self._generators = generators_of(self.device)
-            with restored(self._generators):
-                run.seed_with(partial(seed_all, self._generators), seed)
-                return self._handled(run, evaluate, None)
+    @contextmanager
+    def _watched(self, plan: ForwardPlan, stage: int) -> Iterator[None]:
+        """Around a stage's forward: warn if it draws from what its trace has not, and seed that from then on."""
+        before = fingerprints({TORCH, PYTHON, NUMPY}.difference(plan.draws, self._drawn), self.device)
+        yield
+        if drawn := drawn_since(before, self.device):
+            self._drawn |= drawn
+            units = self.stages[stage]
+            warnings.warn(
+                f"a forward of {units[0]} to {units[-1]} drew from {' and '.join(sorted(drawn))}, which following the "
+                "forward had not shown, so up to now the stages may have drawn different ones: draw them in every "
+                "forward, or pass them in as inputs",
+                stacklevel=2,
+            )
+
+    def _handled(self, plan: ForwardPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
+        if seed is not None and self.draws(plan):
+            sources = [*sources_of({*plan.draws, *self._drawn}, self.device), *self._held_sources]
+            with seedable(sources) as seed_all:
+                run.seed_with(seed_all, seed)
+                return self._handled(plan, run, evaluate, None)
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:

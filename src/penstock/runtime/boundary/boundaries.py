@@ -33,6 +33,8 @@ from penstock.schedule.communication import Step, carries_loss
 
 # For each stage, its microbatches in forward and in backward order.
 Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
+# The values that cross a boundary in a microbatch, by whatever names them: equal ones are of one kind.
+Crossing = tuple[Hashable, ...]
 LOSS_DTYPE = torch.float64
 # Where messages are posted ahead at all (see `P2PChannels.receives_ahead`), small ones are posted this far.
 BYTES_AHEAD = 1 << 20
@@ -76,7 +78,7 @@ class Boundaries:
         self,
         orders: Orders,
         signatures: Iterable[Hashable],
-        num_values: Sequence[int],
+        crossing: Sequence[Sequence[Crossing]],
         states: Sequence[Hashable],
     ) -> None:
         """Start a step or an evaluation.
@@ -84,6 +86,7 @@ class Boundaries:
         Args:
             orders: for each stage of this rank, the microbatches in forward and in backward order.
             signatures: one for each microbatch; equal ones have equal shapes at every boundary.
+            crossing: for each boundary of the pipeline, which values of each microbatch cross it.
             states: for each stage of the pipeline, what decides types and gradient flags of what it sends besides the
                 inputs: autocast, and which parameters are trainable up to there.
         """
@@ -91,9 +94,9 @@ class Boundaries:
         self._signatures.begin(signatures)
         for stage, (forward, backward) in orders.items():
             if stage:
-                self.below[stage].begin(forward, num_values[stage - 1], states[stage - 1])
+                self.below[stage].begin(forward, crossing[stage - 1], states[stage - 1])
             if stage in self.above:
-                self.above[stage].begin(backward, num_values[stage], states[stage])
+                self.above[stage].begin(backward, crossing[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
         for user in users:
@@ -103,7 +106,7 @@ class Boundaries:
                 continue
             boundary = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
             assert not isinstance(boundary, LocalBoundary)
-            boundary.post()
+            boundary.post(user.microbatch)
 
 
 class LocalBoundary:
@@ -116,7 +119,7 @@ class LocalBoundary:
         # Microbatches for which gradients are due.
         self._differentiable: set[int] = set()
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
+    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         self._activations.clear()
         self._gradients.clear()
         self._differentiable.clear()
@@ -164,7 +167,8 @@ class _RemoteBoundary:
         signatures: _Signatures,
         device: torch.device,
     ):
-        self.num_values = 0
+        # By microbatch.
+        self._crossing: Sequence[Crossing] = ()
         self._boundary = boundary
         self._signatures = signatures
         self._device = device
@@ -178,27 +182,25 @@ class _RemoteBoundary:
         self._known: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
-        # Which gradients there have been in this step, for each number of values that may have one.
-        self._present: dict[int, list[bool]] = {}
+        # Which gradients there have been in this step, for each kind of values that may have one.
+        self._present: dict[tuple[Crossing, int], list[bool]] = {}
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
-        """Start a step: `num_values` tensors will cross for each microbatch; this side receives in `order`."""
-        self.num_values = num_values
-        self._unposted = list(reversed(order))
+    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        """Start a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
+        self._crossing = crossing
+        self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
         self._present = {}
         self._known = self._signatures.learned.setdefault((self._boundary, state), {})
 
-    def _present_so_far(self, count: int) -> list[bool] | None:
-        """Which of `count` values have had a gradient in this step; None if all have. Alike on both sides."""
-        present = self._present.setdefault(count, [False] * count)
+    def _present_so_far(self, microbatch: int, count: int) -> list[bool] | None:
+        """Which of the `count` values of a microbatch that may have a gradient have had one in this step, in any
+        microbatch; None if all have. Alike on both sides."""
+        present = self._present.setdefault((self._crossing[microbatch], count), [False] * count)
         return None if all(present) else present
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
-        """What crosses for inputs of a signature that is new, remembered; unless that are more or fewer values than in
-        the first microbatch, as where a unit is called for each image (Lfm2Vl): a header goes with each then."""
-        values = _Values(specs, self._device, self._receives_ahead)
-        if len(values.specs) == self.num_values:
-            self._known[signature] = values
+        """What crosses for inputs of a signature that is new, remembered."""
+        values = self._known[signature] = _Values(specs, self._device, self._receives_ahead)
         return values
 
 
@@ -206,17 +208,17 @@ class BoundaryBelow(_RemoteBoundary):
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
-        super().begin(order, num_values, state)
+    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        super().begin(order, crossing, state)
         self._expected = deque()
         self.post_ahead()
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
         """The values that cross into the stage, as leaves that require a gradient where one will travel back."""
-        if not self.num_values:
+        if not self._crossing[microbatch]:
             return []
         if not self._activations.posted:
-            self.post()
+            self.post(microbatch)
         tensors = self._activations.receive()
         values = self._expected.popleft()
         if self._unposted:
@@ -229,7 +231,7 @@ class BoundaryBelow(_RemoteBoundary):
     def send_backward(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
         """Send the gradients of `leaves`, the values the stage received that require one, in order."""
         gradients = list(map(_gradient, leaves))
-        present = self._present_so_far(len(leaves))
+        present = self._present_so_far(microbatch, len(leaves))
         if present is not None:
             flags = [gradient is not None for gradient in gradients]
             self._presence.send([torch.tensor(flags, dtype=torch.int64)])
@@ -243,27 +245,31 @@ class BoundaryBelow(_RemoteBoundary):
         if self._losses is not None:
             self._losses.send([loss])
 
-    def post(self) -> None:
-        """Post the receive of the next activations; if their shapes are new, wait for their header first."""
-        signature = self._signatures.numbers[self._unposted.pop()]
+    def post(self, microbatch: int) -> None:
+        """Post the receive of a microbatch's activations, the next that cross, if any do; if their shapes are new, wait
+        for their header first."""
+        if not self._crossing[microbatch]:
+            return
+        self._unposted.pop()
+        signature = self._signatures.numbers[microbatch]
         values = self._known.get(signature)
         if values is None:
             if not self._headers.posted:
-                self._post_header()
+                self._post_header(microbatch)
             values = self._learn(decode_header(self._headers.receive()[0]), signature)
         self._activations.post_receive(values.buffers())
         self._expected.append(values)
 
     def post_ahead(self) -> None:
         """Post receives as far as shapes are known and there is room; for a new shape, that of the header."""
-        if not self._receives_ahead or not self.num_values:
+        if not self._receives_ahead:
             return
         unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
         while unposted:
             values = self._known.get(numbers[unposted[-1]])
             if values is None:
                 if not channel.posted and not self._headers.posted:
-                    self._post_header()
+                    self._post_header(unposted[-1])
                 return
             if len(channel.posted) >= values.ahead:
                 return
@@ -271,8 +277,8 @@ class BoundaryBelow(_RemoteBoundary):
             channel.post_receive(values.buffers())
             self._expected.append(values)
 
-    def _post_header(self) -> None:
-        self._headers.post_receive([header_buffer(self.num_values)])
+    def _post_header(self, microbatch: int) -> None:
+        self._headers.post_receive([header_buffer(len(self._crossing[microbatch]))])
 
 
 class BoundaryAbove(_RemoteBoundary):
@@ -281,15 +287,15 @@ class BoundaryAbove(_RemoteBoundary):
     # Losses whose receives are not posted yet.
     _losses_unposted: int
 
-    def begin(self, order: Sequence[int], num_values: int, state: Hashable) -> None:
-        super().begin(order, num_values, state)
+    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        super().begin(order, crossing, state)
         self._sent = {}
         self._losses_unposted = 0 if self._losses is None else len(order)
         self._post_ahead()
 
     def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Send the values that cross out of the stage. None at all, where some are due, says that the step was left."""
-        if not self.num_values:
+        """Send the values that cross out of the stage."""
+        if not self._crossing[microbatch]:
             return
         signature = self._signatures.numbers[microbatch]
         values = self._known.get(signature)
@@ -317,12 +323,12 @@ class BoundaryAbove(_RemoteBoundary):
 
     def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
         """Gradients of the values sent that require one, in order; None where there is none."""
-        if not self.num_values:
+        if not self._crossing[microbatch]:
             return []
         if not self._gradients.posted:
-            self.post()
+            self.post(microbatch)
         gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
-        present = self._present_so_far(len(gradients))
+        present = self._present_so_far(microbatch, len(gradients))
         if present is not None:
             self._presence.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
             flags = list(map(bool, self._presence.receive()[0].tolist()))
@@ -335,9 +341,13 @@ class BoundaryAbove(_RemoteBoundary):
             self._post_ahead()
         return gradients
 
-    def post(self) -> None:
-        """Post the receive of the next gradients, whose activations were sent, or of known shapes."""
-        values = self._values_of(self._unposted.pop())
+    def post(self, microbatch: int) -> None:
+        """Post the receive of a microbatch's gradients, the next that cross, if any do; its activations were sent, or
+        are of known shapes."""
+        if not self._crossing[microbatch]:
+            return
+        self._unposted.pop()
+        values = self._values_of(microbatch)
         assert values is not None
         self._gradients.post_receive(values.gradient_buffers())
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.layout.layout import Layout, PipelineLayout
+from penstock.modeling.collectives import own_groups
 from penstock.runtime.boundary.p2p import Message
 from penstock.runtime.comm import gloo
 from penstock.runtime.comm.devices import default_timeout, transport
@@ -201,6 +202,7 @@ class Groups:
         with _unbound(), gloo.lazily() if backend == "gloo" else zero(UNHANDLED):
             made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
         self._mine.append(made)
+        own_groups.add(made)
         if backend == "gloo":
             gloo.note_new(made)
         return made
