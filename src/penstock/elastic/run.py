@@ -285,7 +285,7 @@ class ElasticRun:
                 self._to(self._next(str(error), self.generations.suspects(), planned=False))
                 return
             except Exception as another:
-                another.__cause__ = error
+                another.__cause__ = another.__cause__ or error
                 error = another
 
     def _next(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> Decision:

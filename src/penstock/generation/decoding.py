@@ -45,7 +45,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.failures.board import PipelineFailure, after
 
 T = TypeVar("T")
 
@@ -186,7 +186,8 @@ class Decoding:
             # An exchange that failed has closed the pipeline already.
             if self._board.failed is None:
                 if isinstance(error, Exception) and self._all_stopped_here():
-                    self._settle()
+                    with after(error):
+                        self._settle()
                 else:
                     self._board.abort(f"{type(error).__name__}: {error}")
             raise
@@ -288,11 +289,12 @@ class Decoding:
         """
         try:
             return loop()
-        except (Exception, Stopped):
+        except (Exception, Stopped) as error:
             spec = self.group.token
             ends_here = self._board.failed is not None or (self._turns is not None and self._turns.interrupted)
             if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
-                self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
+                with after(error):
+                    self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
 
     def _settle(self) -> None:

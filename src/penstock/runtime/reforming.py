@@ -23,7 +23,7 @@ from penstock.runtime.comm.forming import forming, job_board
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.board import FailureBoard, after
 from penstock.runtime.formation import Migration, Values, form, form_first
 from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.parts import ScheduleMaker, holders_of
@@ -136,12 +136,20 @@ def renewing(engine: Engine) -> Iterator[None]:
             with context.board.guard("sharing tied weights", context.everyone):
                 for parameter, was in before.items():
                     _share_change(parameter.detach(), was, context, context.groups.reduction[tied[parameter]])
-        finally:
-            held = parts.held
-            engine.split.renew()
-            parts.held, _ = holders_of(engine.split, context.layout)
-            parts.build_gradients(held)
-            engine.note_known()
+        except BaseException as error:
+            with after(error):
+                _take_stock(engine)
+            raise
+        _take_stock(engine)
+
+
+def _take_stock(engine: Engine) -> None:
+    """Find the parameters anew, and put the hooks on them."""
+    parts, before = engine.parts, engine.parts.held
+    engine.split.renew()
+    parts.held, _ = holders_of(engine.split, engine.context.layout)
+    parts.build_gradients(before)
+    engine.note_known()
 
 
 def _share_change(value: torch.Tensor, before: torch.Tensor, context: RankContext, group: dist.ProcessGroup) -> None:

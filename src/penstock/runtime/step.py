@@ -11,7 +11,6 @@ others a moment later, and they wait for it, so that all have trained on the sam
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.failures.board import PipelineFailure, after
 from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
 from penstock.runtime.gradients.reduction import ReductionReport
@@ -148,31 +147,30 @@ class TrainingStep:
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
         losses = self._run_actions()
+        fault: LoopError | None = None
         try:
             for self._loss in losses:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
                 if not self._called:
-                    raise LoopError(
+                    fault = LoopError(
                         f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on "
                         "each yielded loss, before taking the next (to give up the step, break out of the loop on "
                         "every rank)"
                     )
+                    with after(fault):  # the others get it as a failure of this rank
+                        self._run_to_the_end(losses, str(fault))
+                    raise fault
             self._finish()
         except GeneratorExit:
             self._run_to_the_end(losses, self._fault or "a break, or an exception in the loop's body")
-        except LoopError as error:
-            # The rank at fault raises its own error; the others get it as a failure of this rank.
-            with contextlib.suppress(PipelineFailure):
-                self._run_to_the_end(losses, str(error))
-            raise
         except PipelineFailure as failure:
             if self.interruption is not None:
                 raise self.interruption from failure
             raise
         except BaseException as error:
-            if error is not self._refusal:
+            if error is not self._refusal and error is not fault:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:

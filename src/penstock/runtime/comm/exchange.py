@@ -58,7 +58,12 @@ class Ranks:
             said = _encoded([work(), None])
         except BaseException as error:  # whatever it is, the other ranks must hear of it
             failure, said = error, _encoded([None, self._words(error)])
-        outcomes = self._exchange(said, doing)
+        try:
+            outcomes = self._exchange(said, doing)
+        except Exception as lost:
+            if failure is None:
+                raise
+            raise lost from failure
         failed = {rank: words for rank, (_, words) in zip(self.ranks, outcomes, strict=True) if words is not None}
         if failure is not None and not isinstance(failure, Exception):
             raise failure

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -245,7 +245,7 @@ class FailureBoard:
         except PipelineFailure:
             raise
         except Exception as error:
-            raise self.lost_connection(doing, peers, error) from None
+            self._raise_first(doing, peers, error)
         if self.failed is not None:
             self.check()
 
@@ -262,13 +262,20 @@ class FailureBoard:
             except Exception as error:
                 if self.failed is None and not is_transport_error(error):
                     raise
-                raise self.lost_connection(f"in {name}", () if world else list(self.mates), error) from None
+                self._raise_first(f"in {name}", () if world else list(self.mates), error)
+
+    def _raise_first(self, doing: str, peers: Sequence[int], error: Exception) -> NoReturn:
+        """Raise what `lost_connection` says of an error that is being handled."""
+        first = self.lost_connection(doing, peers, error)
+        if first is error:
+            raise  # as it is, with its own cause
+        raise first from None
 
     def lost_connection(self, doing: str, peers: Sequence[int], error: Exception) -> Exception:
         """What to raise for an error in the middle of `doing` something with `peers`: a PipelineFailure if a transport
         broke or the job has failed, `error` itself if that is this rank's own."""
         if self.failed is not None:
-            return self._settled()
+            return error if self._is_own_failure and not is_transport_error(error) else self._settled()
         if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
             return error
@@ -284,6 +291,11 @@ class FailureBoard:
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
         said = text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__
         return self.abort(f"lost the connection to {named} while {doing} ({said})", suspects=others)
+
+    @property
+    def _is_own_failure(self) -> bool:
+        """Whether the failure is an error of this rank: what comes up through its calls is that error."""
+        return self._first is not None and self._first.is_own and self._first.seen_by == self._rank
 
     @property
     def failed_at(self) -> float:
@@ -359,6 +371,18 @@ class FailureBoard:
             "To go on, start the job again; this run has saved no checkpoint, so load an earlier one if there is one "
             "(model.from_parallelized(folder), penstock.from_pretrained(folder, config=...))"
         )
+
+
+@contextlib.contextmanager
+def after(error: BaseException) -> Iterator[None]:
+    """Around what is still to be done after `error`, which is to be raised: what else fails in here is a note on it."""
+    try:
+        yield
+    except PipelineFailure:  # of what failed first
+        pass
+    except Exception as another:
+        if another is not error:
+            error.add_note(f"(after that: {type(another).__name__}: {another})")
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
