@@ -147,7 +147,8 @@ def sum_over_pipelines(loss: float, model: Any) -> float:
         return loss
     total = torch.tensor(loss, device=model.device, dtype=torch.float64)
     dist.all_reduce(total)
-    return total.item() * model.data_parallel_size / dist.get_world_size()
+    found: float = total.item() * model.data_parallel_size / dist.get_world_size()
+    return found
 
 
 def batches(rows: torch.Tensor, steps: int) -> torch.Tensor:

@@ -35,13 +35,15 @@ class DPO:
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         gained = log_probabilities(outputs.logits, inputs) - inputs["reference"]
         chosen, rejected = gained[0::2], gained[1::2]
-        return -functional.logsigmoid(self.beta * (chosen - rejected)).sum() / inputs["num_pairs"]
+        found: torch.Tensor = -functional.logsigmoid(self.beta * (chosen - rejected)).sum() / inputs["num_pairs"]
+        return found
 
 
 def log_probabilities(logits: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Of each row's completion, given its prompt: shape (rows,)."""
     following, counted = inputs["input_ids"][:, 1:, None], inputs["completion_mask"][:, 1:]
-    return (logits[:, :-1].log_softmax(-1).gather(-1, following)[..., 0] * counted).sum(-1)
+    found: torch.Tensor = (logits[:, :-1].log_softmax(-1).gather(-1, following)[..., 0] * counted).sum(-1)
+    return found
 
 
 def parse_options() -> argparse.Namespace:

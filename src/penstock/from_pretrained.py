@@ -89,8 +89,9 @@ def from_pretrained(
         configuration = replace(configuration, schedule=settle(configuration.schedule, deferring_pays=False))
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
-        return whole if adapt is None else adapt(whole)
-    model = _make_in_stages(
+        found: PipelineModel = whole if adapt is None else adapt(whole)
+        return found
+    model: PipelineModel = _make_in_stages(
         make_skeleton,
         lambda stages, local, sharding: load(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
         configuration,
@@ -132,8 +133,9 @@ def from_config(
     if not configuration.enable:
         if seed is not None:
             torch.manual_seed(seed)
-        return kind._from_config(model_config, **kwargs)
-    return _make_in_stages(
+        whole: PipelineModel = kind._from_config(model_config, **kwargs)
+        return whole
+    found: PipelineModel = _make_in_stages(
         lambda: meta_model(kind, model_config, **kwargs),
         lambda stages, local, sharding: (
             init_stage(kind, model_config, stages, local, seed, sharding, **kwargs),
@@ -143,6 +145,7 @@ def from_config(
         criterion,
         example_inputs,
     )
+    return found
 
 
 def _make_in_stages(

@@ -85,7 +85,8 @@ def initialize(
     check_whole_model(model, "initialize()", USED_NAMES)
     remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
-        return form_equal(model, configuration, board, criterion)
+        found: PipelineModel = form_equal(model, configuration, board, criterion)
+        return found
 
 
 def form_equal(

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from penstock.runtime.engine import Engine
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -164,7 +166,7 @@ class PipelineOptimizer(Optimizer):
         clip = torch.nn.utils.clip_grad_value_
         self._together(lambda: clip([p for g in self.param_groups for p in g["params"]], clip_value), local=True)
 
-    def _together(self, change: Callable[[], Any], local: bool = False) -> Any:
+    def _together(self, change: Callable[[], T], local: bool = False) -> T:
         """Change the gradients; the change is repeated if they are computed again."""
         return self.pipeline.recovery.perform(change, trains=True, local=local)
 

@@ -37,7 +37,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 if TYPE_CHECKING:
 
-    class _Module(torch.nn.Module, Any):
+    class _Module(torch.nn.Module, Any):  # type: ignore[misc]  # of any class
         """Checkers have no intersection of types: to them a PipelineModel passes for a model of any class and has any
         attribute of it."""
 
@@ -157,7 +157,9 @@ class PipelineModel(_Module):
         """
         return self.pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
-    def prepare_dataloader(self, dataset: Dataset | Sequence[Any], batch_size: int, **options: Any) -> DataLoader:
+    def prepare_dataloader(
+        self, dataset: Dataset[Any] | Sequence[Any], batch_size: int, **options: Any
+    ) -> DataLoader[Any]:
         """A loader of this pipeline's own batches of `batch_size`: every sample of `dataset` once per epoch over all
         pipelines. `options` are those of torch's `DataLoader`."""
         return ReplicaDataLoader(
@@ -336,7 +338,8 @@ class PipelinePreTrainedModel(PipelineModel):
         return num_parameters_of_whole(self, only_trainable, exclude_embeddings)
 
 
-@torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")
+# torch's has no types
+@torch.compiler.disable(reason="a parallelised model communicates: call model.compile(), which compiles its blocks")  # type: ignore[untyped-decorator]
 def refuse_compilation(name: str) -> None:
     """Raise for `torch.compile(model)`: its graph would contain the communication."""
     raise RuntimeError(

@@ -48,8 +48,10 @@ def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int
         )
     kind: Any = type(shape)
     if isinstance(subject, str) and any(file.suffix in (".safetensors", ".bin") for file in Path(subject).glob("*")):
-        return kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
-    return kind(config)
+        loaded: nn.Module = kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
+        return loaded
+    made: nn.Module = kind(config)
+    return made
 
 
 def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:

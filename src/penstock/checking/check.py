@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -217,18 +218,19 @@ def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryRepor
 
 def build_on_meta(subject: type | PretrainedConfig | str, trust_remote_code: bool = False) -> nn.Module:
     """The model on the meta device."""
+    make: Callable[..., nn.Module] = meta_model
     if isinstance(subject, str) and not os.path.exists(subject):
         named = getattr(transformers, subject, None) if subject.isidentifier() else None
         if isinstance(named, type):
             subject = named
     if isinstance(subject, str):
         config = AutoConfig.from_pretrained(subject, trust_remote_code=trust_remote_code)
-        return meta_model(_class_beside(config, subject) or resolve_model_class(config), config)
+        return make(_class_beside(config, subject) or resolve_model_class(config), config)
     if isinstance(subject, PretrainedConfig):
-        return meta_model(resolve_model_class(subject), subject)
+        return make(resolve_model_class(subject), subject)
     config_class = getattr(subject, "config_class", None)
     if isinstance(subject, type) and issubclass(subject, PreTrainedModel) and config_class is not None:
-        return meta_model(subject, config_class())
+        return make(subject, config_class())
     raise ValueError(f"{subject!r} is no model, model class, configuration, or checkpoint")
 
 

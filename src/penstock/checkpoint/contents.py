@@ -325,4 +325,5 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
         raise CheckpointError(
             f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
         )
-    return model
+    found: nn.Module = model
+    return found

@@ -177,7 +177,7 @@ class _Alone(TorchDispatchMode):
     """Inside, what ranks do together is refused: the others wait until this one is done."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -312,7 +312,8 @@ def collate_samples(samples: Sequence[Any]) -> Mapping[str, Any]:
             "give a collate_fn that makes a mapping of a list of them."
         )
     try:
-        return default_data_collator(list(samples))
+        found: Mapping[str, Any] = default_data_collator(list(samples))
+        return found
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"Samples of one microbatch cannot be stacked ({error}). If their lengths differ, give a collate_fn that "

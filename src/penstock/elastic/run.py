@@ -27,11 +27,12 @@ from penstock.elastic.world import leave_world
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import unit_of
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.engine import Engine, ScheduleMaker
+from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.interrupts import EXIT_CODE
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.formation import Migration
+from penstock.runtime.parts import ScheduleMaker
 from penstock.runtime.recovery import LastResort
 from penstock.runtime.reforming import reform
 

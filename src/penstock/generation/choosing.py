@@ -72,7 +72,7 @@ class Choosing:
         return get_stopping_criteria
 
 
-class SharedCriteria(StoppingCriteriaList):
+class SharedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
     """Stopping criteria that may differ between ranks (by the clock, or a user's own): met on one is met on all."""
 
     def __init__(self, criteria: StoppingCriteriaList, decoding: Decoding) -> None:
@@ -83,7 +83,7 @@ class SharedCriteria(StoppingCriteriaList):
         return self._decoding.any(super().__call__(input_ids, scores, **kwargs))
 
 
-class AfterTokens(StoppingCriteriaList):
+class AfterTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
     """Stopping criteria that see the tokens chosen on the last stage, and put them in their place.
 
     They are called once the loop has appended what it chose.

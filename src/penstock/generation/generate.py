@@ -141,7 +141,7 @@ def _run(
     return result
 
 
-class Unheard(BaseStreamer):
+class Unheard(BaseStreamer):  # type: ignore[misc]  # a library without types
     """Replaces a streamer that does not stream here, so that all ranks accept or refuse one together."""
 
     def put(self, value: torch.Tensor) -> None:

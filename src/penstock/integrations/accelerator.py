@@ -27,7 +27,7 @@ class OwnShares(IterableDataset[Any]):
     equal parts, the last ones filled up with the first samples. Nothing is sent, and each pipeline pads its own part.
     """
 
-    def __init__(self, loader: DataLoader, index: int, num_pipelines: int, at_once: int):
+    def __init__(self, loader: DataLoader[Any], index: int, num_pipelines: int, at_once: int):
         self.loader, self._index, self._num_pipelines, self.at_once = loader, index, num_pipelines, at_once
         self._collate = loader.collate_fn
         if num_pipelines > 1:
@@ -61,13 +61,14 @@ class OwnShares(IterableDataset[Any]):
             yield share
 
 
-class StreamLoader(DataLoaderShard):
+class StreamLoader(DataLoaderShard):  # type: ignore[misc]  # a library without types
     def __len__(self) -> int:
         shares: Any = self.dataset
-        return (len(shares.loader) + (0 if shares.loader.drop_last else shares.at_once - 1)) // shares.at_once
+        found: int = (len(shares.loader) + (0 if shares.loader.drop_last else shares.at_once - 1)) // shares.at_once
+        return found
 
 
-class PipelineAccelerator(Accelerator):
+class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library without types
     """Shares out data among pipelines, gives all ranks of a pipeline the same batches, and wraps no model."""
 
     engine: Engine
@@ -111,7 +112,7 @@ class PipelineAccelerator(Accelerator):
             self._models.append(model)
         return model
 
-    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """As accelerate's, over pipelines; its workers' random numbers are the same on all ranks of a pipeline."""
         seeding = data_loader.worker_init_fn
         if isinstance(seeding, functools.partial) and "rank" in seeding.keywords:
@@ -119,10 +120,11 @@ class PipelineAccelerator(Accelerator):
                 seeding.func, *seeding.args, **{**seeding.keywords, "rank": self.process_index}
             )
         if not isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_size is None:
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
+            found: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
+            return found
         at_once = 1 if self.split_batches else self.num_processes
         shuffling = getattr(data_loader.dataset, "generator", None)
-        prepared: DataLoader = StreamLoader(
+        prepared: DataLoader[Any] = StreamLoader(
             OwnShares(data_loader, self.process_index, self.num_processes, at_once),
             device=self.device if self.device_placement else None,
             batch_size=None,
@@ -173,7 +175,8 @@ class PipelineAccelerator(Accelerator):
 
         def over_pipelines(mine: torch.Tensor) -> torch.Tensor:
             total = self.gather(mine[None]).sum(0) * scale
-            return total / self.num_processes if reduction == "mean" else total
+            found: torch.Tensor = total / self.num_processes if reduction == "mean" else total
+            return found
 
         return tensor if reduction == "none" else recursively_apply(over_pipelines, tensor)
 

@@ -24,7 +24,7 @@ EVENTS = frozenset({"on_step_end", "on_substep_end", "on_epoch_end", "on_evaluat
 Exchange = Callable[[Sequence[int]], Mapping[int, Sequence[int]]]
 
 
-class CommonDecisions(CallbackHandler):
+class CommonDecisions(CallbackHandler):  # type: ignore[misc]  # a library without types
     """A Trainer's callbacks, whose decisions are those of rank 0. `own`: its own handler, whose place this takes."""
 
     def __init__(self, own: CallbackHandler, exchange: Exchange) -> None:

@@ -131,7 +131,7 @@ def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _stage_class(kind: Any, held_of: Callable[[Collection[str]], set[str]]) -> Any:
     """A subclass whose `from_pretrained` reads only what `held_of` chooses of a checkpoint's names; others are meta."""
 
-    class Stage(kind):
+    class Stage(kind):  # type: ignore[misc]  # a library without types
         @classmethod
         def _load_pretrained_model(
             cls, model: Any, state_dict: Any, files: Sequence[str], name: Any, keys: Sequence[str], **kwargs: Any

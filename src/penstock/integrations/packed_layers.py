@@ -120,7 +120,7 @@ class Unpacking(nn.Linear):
             self.bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _Product.apply(input, self.out_features)
+        product: torch.Tensor = _Product.apply(input, self.out_features)  # type: ignore[no-untyped-call]  # torch's has no types
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
@@ -192,4 +192,5 @@ class _Adapted(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(input)
-        return (output + self.up(self.down(input.float())) * 1.0).to(output.dtype)
+        found: torch.Tensor = (output + self.up(self.down(input.float())) * 1.0).to(output.dtype)
+        return found

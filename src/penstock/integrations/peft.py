@@ -65,7 +65,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """PEFT's `generate`, over stages: on every rank the result of the unsplit model."""
         _refuse_per_sample(kwargs)
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[no-untyped-call]  # PEFT's has no types
 
     def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
         """PEFT's `set_adapter`, also of layers that this rank may hold later. Every rank calls it."""

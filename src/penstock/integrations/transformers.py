@@ -97,7 +97,7 @@ def in_place_of_the_trainers(ours: Callable[..., Any], with_plugin_only: bool = 
 with_a_plugin_in_place_of_the_trainers = partial(in_place_of_the_trainers, with_plugin_only=True)
 
 
-class PipelineTrainerMixin(Trainer):
+class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without types
     """A mixin to put before a class derived from transformers' `Trainer`: it trains the model over pipeline stages.
 
     All other arguments are the Trainer's. Every rank runs the same script, and every call is made on every rank. A
@@ -512,7 +512,7 @@ class PipelineTrainer(PipelineTrainerMixin):
     """transformers' `Trainer` over pipeline stages: the same arguments, and `parallelism`."""
 
 
-class _RatesOfThisRank(AdafactorSchedule):
+class _RatesOfThisRank(AdafactorSchedule):  # type: ignore[misc]  # a library without types
     """Shows the rate of the first parameter that this rank trains, as another rank may have the model's first."""
 
     def get_lr(self) -> list[float]:

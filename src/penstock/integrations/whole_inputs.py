@@ -50,7 +50,8 @@ def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]
         batch_size_of(given, dims=every)
         copy, both = meta_placeholder(model), []
         for inputs in (repeated(2), repeated(4)):
-            with torch.no_grad(), torch.device("meta"), _Noting() as noting:
+            noting = _Noting()  # type: ignore[no-untyped-call]  # torch's has no types
+            with torch.no_grad(), torch.device("meta"), noting:
                 noting.operations = []
                 copy(**inputs)
             both.append(noting.operations)

@@ -184,7 +184,7 @@ class Candidates:
 
     def under_schedules(self) -> list[tuple[float, Candidate]]:
         """Every candidate under every schedule that it fits, by rising bounds of its step."""
-        found: dict[tuple, tuple[float, Candidate]] = {}
+        found: dict[tuple[object, ...], tuple[float, Candidate]] = {}
         fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         for splits in self.candidates():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]

@@ -105,7 +105,8 @@ class _Pipelines:
 
     def _of_stages(self, values: Sequence[float]) -> np.ndarray:
         before = np.concatenate([[0.0], np.cumsum(values)])
-        return before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
+        found: np.ndarray = before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
+        return found
 
     def seconds(self, microbatches: int) -> float:
         """The seconds of the fastest pipeline, or a lower bound of them: more microbatches take no less."""

@@ -144,7 +144,7 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
     """The plan of given pipelines, simulated; None if one does not fit its devices."""
     cluster = job.cluster
     kinds = [[cluster.kind_of(device) for device in pipeline.devices] for pipeline in pipelines]
-    costs: dict[tuple, Costs] = {}
+    costs: dict[tuple[object, ...], Costs] = {}
     simulated = []
     for pipeline, kind in zip(pipelines, kinds, strict=True):
         mapping = pipeline.schedule.stage_to_rank
@@ -227,7 +227,7 @@ def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> C
 
 
 def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:
-    known: dict[tuple, list[MemoryEstimate]] = {}
+    known: dict[tuple[object, ...], list[MemoryEstimate]] = {}
     found: list[MemoryEstimate] = []
     for pipeline in pipelines:
         key = id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches

@@ -126,7 +126,7 @@ class Chain:
         self._crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
         self._ways = [self._runs(some) for some in (parts, recomputed) if some is not None]
         self._largest_node = max(cluster.node_sizes, default=cluster.size)
-        self._times: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        self._times: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For every run of parts: its seconds, its memory for each microbatch, and besides."""

@@ -13,7 +13,8 @@ def run_sums(values: Sequence[float]) -> np.ndarray:
     before = np.concatenate([[0.0], np.cumsum(values)])
     sums = before[None, :] - before[:-1, None]
     sums[np.arange(sums.shape[1]) <= np.arange(sums.shape[0])[:, None]] = np.inf
-    return sums
+    found: np.ndarray = sums
+    return found
 
 
 def split_microbatches(times: Sequence[Callable[[int], float]], total: int) -> list[int]:

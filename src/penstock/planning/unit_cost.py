@@ -262,7 +262,7 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
         if not query.is_meta:
             return plain(query, key, value, *args, **kwargs)
         counter.operations += 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        return _Attention.apply(query, key, value)
+        return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch's has no types
 
     def product(input: torch.Tensor, weight: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         # Each row with its own expert's weight: as much work as with one of them; on meta torch's takes bfloat16 only.
@@ -280,7 +280,7 @@ class LiveBytes(TorchDispatchMode):
     """Follows what operations make: bytes that live, the most that did, bytes written, and products' operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.now = self.peak = self.written = self.products = 0
         self._known: set[int] = set()
 

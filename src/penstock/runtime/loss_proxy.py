@@ -36,7 +36,7 @@ class LiveMicrobatch:
 
 
 @dataclass(init=False)
-class StageOutput(ModelOutput):
+class StageOutput(ModelOutput):  # type: ignore[misc]  # a library without types
     """What a stage that does not hold the model's output yields: only the loss. The `others` of its fields are None."""
 
     loss: torch.Tensor | None = None

@@ -301,7 +301,8 @@ class TrainingStep:
         self._losses.append(value)
         self._output = output
         loss = output.loss
-        return loss
+        found: torch.Tensor = loss
+        return found
 
     def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> None:
         """Progress the user's `backward()`: check that it is due, and below the last stage run this stage's with the

@@ -63,7 +63,8 @@ def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if given and all(one.grad is None for one in given) and not engines_of(given):
         return torch.zeros(())
-    return torchs_own(given or parameters, *args, **kwargs)
+    found: torch.Tensor = torchs_own(given or parameters, *args, **kwargs)
+    return found
 
 
 def _total_norm(
@@ -72,7 +73,8 @@ def _total_norm(
     gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     engine, held = _owner(gradients)
     if engine is None:
-        return torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
+        found: torch.Tensor = torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
+        return found
     norm: torch.Tensor = engine.norm_of(held, float(norm_type), error_if_nonfinite)
     return norm
 
@@ -132,10 +134,11 @@ def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *
     groups = (group for optimizer in scheduler.optimizers for group in optimizer.param_groups)
     engines = engines_of(parameter for group in groups for parameter in group["params"])
     if not engines:
-        return accelerates_own(scheduler, *args, **kwargs)
+        accelerates_own(scheduler, *args, **kwargs)
+        return
     state = SimpleNamespace(num_processes=len(engines[0].layout.pipelines))
     with mock.patch.object(accelerates, "AcceleratorState", lambda: state):
-        return accelerates_own(scheduler, *args, **kwargs)
+        accelerates_own(scheduler, *args, **kwargs)
 
 
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:

@@ -215,7 +215,9 @@ def _building_block(num_ranks: int, hops: Hops) -> tuple[tuple[int, int, int, in
         backward_down = forward_up + hops.forward_up * last + turns[1]
         backward_up = backward_down + hops.backward_down * last + turns[2]
 
-        def passes(rank: int, ups: tuple[int, int, int] = (forward_up, backward_down, backward_up)) -> tuple:
+        def passes(
+            rank: int, ups: tuple[int, int, int] = (forward_up, backward_down, backward_up)
+        ) -> tuple[int, int, int, int]:
             return (
                 hops.forward_down * rank,
                 ups[0] + hops.forward_up * (last - rank),

@@ -45,9 +45,11 @@ class ShardedLoss:
             # the last bit, whether they are the first of their kind in a process or not.
             logits = self._region.own_part(logits).contiguous()
         elif logits.shape[-1] == self._vocabulary or not self._region.keep_logits_sharded:
-            return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+            whole: torch.Tensor = ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+            return whole
         with _ShardedCrossEntropy(self._region):
-            return ForCausalLMLoss(logits, labels, logits.shape[-1], **kwargs)
+            loss: torch.Tensor = ForCausalLMLoss(logits, labels, logits.shape[-1], **kwargs)
+        return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLoss:
         return self
@@ -88,7 +90,7 @@ def sharded_cross_entropy(
         return functional.cross_entropy(
             whole, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
-    total: torch.Tensor = _CrossEntropy.apply(region, logits, targets, ignore_index)
+    total: torch.Tensor = _CrossEntropy.apply(region, logits, targets, ignore_index)  # type: ignore[no-untyped-call]  # torch's has no types
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 

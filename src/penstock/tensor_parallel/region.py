@@ -128,9 +128,9 @@ class Region:
             source, entered, version = self._entered
             if source is activation and version == activation._version:
                 return entered
-        entered = _Enter.apply(self.ready, activation)
-        self._entered = activation, entered, activation._version
-        return entered
+        made: torch.Tensor = _Enter.apply(self.ready, activation)  # type: ignore[no-untyped-call]  # torch's has no types
+        self._entered = activation, made, activation._version
+        return made
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's shard of the last dimension of a whole activation that was entered."""
@@ -139,13 +139,17 @@ class Region:
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `partial`, a tensor that nothing else refers to."""
-        return partial if partial.is_meta else _Leave.apply(self.ready, partial)
+        if partial.is_meta:
+            return partial
+        whole: torch.Tensor = _Leave.apply(self.ready, partial)  # type: ignore[no-untyped-call]  # torch's has no types
+        return whole
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' shards of the last dimension together; what follows is the same on every rank."""
         if part.is_meta:
             return part.new_empty((*part.shape[:-1], part.shape[-1] * self.size))
-        return _Gather.apply(self.ready, self.index, part)
+        whole: torch.Tensor = _Gather.apply(self.ready, self.index, part)  # type: ignore[no-untyped-call]  # torch's has no types
+        return whole
 
 
 class _Enter(torch.autograd.Function):

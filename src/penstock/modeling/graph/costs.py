@@ -97,7 +97,8 @@ def _active_share(config: Any) -> float:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, name, None)
         if used and isinstance(experts, int) and experts:
-            return min(1.0, used / experts)
+            found: float = min(1.0, used / experts)
+            return found
     return 1.0
 
 

@@ -97,7 +97,7 @@ class DataFlow(TorchDispatchMode):
     """
 
     def __init__(self, position: Callable[[], int], seen: Seen | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._seen = Seen() if seen is None else seen
         self.paused = False
         self.observer: ReadObserver | None = None

@@ -97,11 +97,13 @@ class LossTerm:
         counted = tensor[..., self.start : self.stop] if tensor.dim() else tensor
         if self.kind == "positions":
             assert self.limit is not None
-            return (counted < inputs[self.limit].shape[1]).sum()
+            within: torch.Tensor = (counted < inputs[self.limit].shape[1]).sum()
+            return within
         valid = counted >= 0 if self.ignore_index is None else counted != self.ignore_index
         if self.mask is not None:
             valid = valid & (inputs[self.mask][..., self.start : self.stop] == 1)
-        return valid.sum()
+        number: torch.Tensor = valid.sum()
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def zero_loss(loss: torch.Tensor, connected: Any) -> torch.Tensor:
     ]
     if not tensors and loss.requires_grad:
         return torch.nan_to_num(loss * 0.0)
-    zero: torch.Tensor = _Zero.apply(loss.detach(), *tensors)
+    zero: torch.Tensor = _Zero.apply(loss.detach(), *tensors)  # type: ignore[no-untyped-call]  # torch's has no types
     return zero
 
 

@@ -35,7 +35,7 @@ class RememberedOperations(TorchDispatchMode):
     without gradients: its answers require none. `seen` notes what the operations do besides."""
 
     def __init__(self, seen: Seen | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._seen = Seen() if seen is None else seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +83,7 @@ class Answered(TorchDispatchMode):
     for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none."""
 
     def __init__(self, yes: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._yes = yes
         self._left = MAX_ANSWERS
 

@@ -296,7 +296,7 @@ class ShapeFunctions:
             with (
                 self._in_mode(name, training),
                 RememberedOperations(self.seen),
-                KnownValues() if known else nullcontext(),
+                KnownValues() if known else nullcontext(),  # type: ignore[no-untyped-call]  # torch's has no types
                 answered or nullcontext(),
                 self.meter() if self.meter else nullcontext() as counted,
             ):

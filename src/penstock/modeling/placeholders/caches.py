@@ -87,7 +87,7 @@ class CacheUse:
         return 0, 1
 
 
-class ShapeCache(Cache):
+class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
     """Given to a unit's shape function in place of a real cache: answers with meta tensors of the cached length.
 
     Args:
@@ -135,20 +135,24 @@ class ShapeCache(Cache):
         return int(self.real.get_seq_length(layer_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._state_layer(layer_idx).conv_states[state_idx]
+        found: torch.Tensor | None = self._state_layer(layer_idx).conv_states[state_idx]
+        return found
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+        found: torch.Tensor = self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+        return found
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._state_layer(layer_idx).recurrent_states[state_idx]
+        found: torch.Tensor | None = self._state_layer(layer_idx).recurrent_states[state_idx]
+        return found
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        return self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        found: torch.Tensor = self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return found
 
     def _state_layer(self, layer_idx: int) -> Any:
         """A layer's state on the meta device. Raises IndexError if it has begun, but not in an earlier call."""

@@ -31,7 +31,7 @@ class Form:
 
 
 @dataclass(init=False, repr=False)
-class NamedOutput(ModelOutput):
+class NamedOutput(ModelOutput):  # type: ignore[misc]  # a library without types
     """The output of a module that is no model of transformers, which can be turned back. A dictionary, dataclass or
     named tuple has its own fields. Anything else, such as a tensor or a tuple, is the field `output`. The loss is in
     `loss`, wherever it comes from."""

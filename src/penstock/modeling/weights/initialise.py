@@ -136,7 +136,7 @@ class _DrawForMeta(TorchDispatchMode):
     """Random operations on meta tensors draw what they would draw on real ones."""
 
     def __init__(self, scratch: Scratch, keeper: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._scratch = scratch
         self._keeper = keeper
 

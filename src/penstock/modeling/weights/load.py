@@ -145,7 +145,7 @@ def _stage_class(
 ) -> Any:
     """A subclass of `model_class` whose `from_pretrained` reads only the tensors of `local_stages`."""
 
-    class Stage(model_class):
+    class Stage(model_class):  # type: ignore[misc]  # a library without types
         # What this rank must read. None: show every name.
         _held: frozenset[str] | None = None
         _shards: Any = None

@@ -96,7 +96,8 @@ class Inquiries:
     def _turn(self, board: FailureBoard) -> float:
         """How many seconds others have to ask first."""
         rank, world = self._watch.rank, _call(board.position.report()).world_number is not None
-        return TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
+        found: float = TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
+        return found
 
     def _conclude(self, board: FailureBoard, waited: float, told: bool) -> bool:
         """Say where the others are, unless that was `told`; returns whether to ask again, as some have not answered."""

@@ -172,7 +172,8 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
     before = store.timeout
     try:
         store.set_timeout(CONNECT)
-        return store.clone()
+        found: dist.Store | None = store.clone()
+        return found
     except Exception as error:
         logger.warning("the watcher may learn late of lost ranks: no connection of its own (%s)", in_one_line(error))
         return None

@@ -171,7 +171,8 @@ def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[An
             return functional.linear(input, weight.t() if transposed else weight, bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        return _apply(input, weight, bias, (queues, transposed, weight, bias))
+        found: torch.Tensor = _apply(input, weight, bias, (queues, transposed, weight, bias))
+        return found
 
     return forward
 
