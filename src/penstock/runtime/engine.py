@@ -332,9 +332,12 @@ class Engine:
 
     @contextlib.contextmanager
     def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
-        """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike."""
-        with self.together(call, [self.parts.updates.state()]) as said:
+        """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
+        else the copies of a tied weight."""
+        with self.together(call, [self.parts.updates.state(), self.parts.copies.vote(always=True)]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
+            if words is None and sum(facts[1] for facts in said.values()) % MODULUS:
+                words = self.parts.copies.settle()
             if words is not None:
                 warnings.warn(words, stacklevel=4)
             yield

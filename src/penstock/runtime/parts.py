@@ -28,6 +28,7 @@ from penstock.runtime.comm.settings import (
 )
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.copies import TiedCopies
 from penstock.runtime.gradients.gradients import Gradients
 from penstock.runtime.gradients.ownership import HeldParameter, find_holders
 from penstock.runtime.gradients.updates import UpdateWatch
@@ -100,6 +101,7 @@ class Parts:
         self._has_owners = any(one.owners for one in self.held)
         self._modules = [model, *map(model.get_submodule, context.layout.units)]
         self._frozen = FrozenParameters(self.held, context, model)
+        self.copies = TiedCopies(self.held, context, self._frozen.names)
         self.updates = UpdateWatch([held.parameter for held in self.held])
         if self.schedule(1).splits_backward:
             install(model, self.gradients.queues, self._split.head_in_chunks())
@@ -161,7 +163,7 @@ class Parts:
             modes_digest(self._modules),
             bits_of(loss_scale),
             int(reduces),
-            *self._frozen.numbers(self.updates.changed() if self._has_owners else ()),
+            *self._frozen.numbers(self.updates.changed() if self._has_owners else (), self.copies.vote()),
         )
 
     def shared(self, settings: Settings) -> Summary:
@@ -175,8 +177,12 @@ class Parts:
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
             refuse_frozen_on_some(dict(zip(sorted(said), every, strict=True)))
-            raise SettingsMismatch(
-                "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
-                "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"
-            )
+            if words := self.copies.settle():
+                raise SettingsMismatch(words)
+            if any(ranks.exchange(self._has_owners and self.updates.changed(), "comparing updated weights")):
+                raise SettingsMismatch(
+                    "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a "
+                    "weight's owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it "
+                    "to the others"
+                )
         return answers.pipeline

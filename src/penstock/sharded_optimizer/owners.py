@@ -21,11 +21,13 @@ BYTES_KEPT = 3
 class Owned(NamedTuple):
     """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
     Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
-    `num_bytes`: what an owner keeps for it. What is not trained comes last."""
+    `num_bytes`: what an owner keeps for it. What is not trained comes last. `places`: of the holders that should own it
+    rather than others, all if empty: a tied weight is updated as its first name says, as in the unsplit model."""
 
     holders: tuple[tuple[int, ...], ...]
     num_bytes: float
     is_trained: bool = True
+    places: tuple[int, ...] = ()
 
 
 def choose_owners(parts: Sequence[Owned], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
@@ -42,7 +44,9 @@ def choose_owners(parts: Sequence[Owned], used: Sequence[float], copies: int = 1
     for index in sorted(range(len(parts)), key=lambda index: (not parts[index].is_trained, -parts[index].num_bytes)):
         columns = list(zip(*parts[index].holders, strict=True))
         fullest = [max(load[rank] for rank in column) for column in columns]
-        found[index] = tuple(sorted(sorted(range(len(columns)), key=fullest.__getitem__)[:copies]))
+        better = parts[index].places or range(len(columns))
+        ranked = sorted(range(len(columns)), key=lambda place: (place not in better, fullest[place]))
+        found[index] = tuple(sorted(ranked[:copies]))
         for place in found[index]:
             for rank in columns[place]:
                 load[rank] += parts[index].num_bytes
@@ -64,19 +68,29 @@ def with_owners(
     first = [one for one in held if one.ranks[0] == context.rank and len(one.ranks) > 1]
     new = [one for one in first if (one.name, one.ranks) not in owners]
     used = sum(one.parameter.nbytes for one in held) - (device_memory() or 0.0)
-    mine = [used, [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad] for one in new]]
+    mine = [
+        used,
+        [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad, _places(one)] for one in new],
+    ]
     said = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
     holders: dict[str, list[tuple[int, ...]]] = {}
     sizes: dict[str, int] = {}
     trained: set[str] = set()
+    better: dict[str, tuple[int, ...]] = {}
     for _, theirs in said:
-        for name, ranks, num_bytes, is_trained in theirs:
+        for name, ranks, num_bytes, is_trained, places in theirs:
+            better[name] = tuple(places)
             holders.setdefault(name, []).append(tuple(ranks))
             sizes[name] = num_bytes
             trained |= {name} if is_trained else set()
     # What is frozen now takes no memory, but may be trained later.
-    parts = [Owned(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained) for name in holders]
-    places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
-    for part, name, chosen in zip(parts, holders, places, strict=True):
+    parts = [Owned(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, better[name]) for name in holders]
+    chosen_places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
+    for part, name, chosen in zip(parts, holders, chosen_places, strict=True):
         owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in part.holders}
     return [replace(one, owners=owners.get((one.name, one.ranks), ())) for one in held]
+
+
+def _places(one: HeldParameter) -> list[int]:
+    """Among its holders, those that have it under its first name."""
+    return [one.ranks.index(rank) for rank in one.named]

@@ -32,7 +32,7 @@ from penstock.modeling.placeholders.partial_states import mark_states
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.named_output import Shapes, output_with_loss
 from penstock.modeling.stage.run import StageDone, StageRun
-from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity
+from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity, refuse_common_memory
 from penstock.nested import map_tensors
 from penstock.random_state import (
     NUMPY,
@@ -84,6 +84,7 @@ class SplitModel:
         self.tensor_parallel = sharding
         # Of whole units: what crosses between units is whole, however a unit computes it.
         units = {name: model.get_submodule(name) for stage in stages for name in stage}
+        refuse_common_memory(model, units)
         self._forwards = Forwards(model, units, functions)
         self._stage_plans: dict[tuple[str, int], StagePlan] = {}
         self._place(stages, local_stages)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import nn
 
 from penstock.modeling.placeholders.ghosts import absent_parameters, all_parameter_names, is_ghost, strip
@@ -41,6 +43,26 @@ def unit_with(tensor: str, homes: Mapping[str, str], units: Collection[str]) -> 
     """The unit that holds the tensor of this name; None for one outside of all units. `homes`: `names_in_units`."""
     module = tensor.rpartition(".")[0]
     return unit_of(homes.get(module, module), units)
+
+
+def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
+    """Raise NotImplementedError if trained parameters of different units are not one, but views of the same memory: an
+    update of one is an update of the other, which no other stage would see."""
+    homes = names_in_units(model, units)
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.layout is torch.strided and parameter.numel():
+            start = parameter.storage_offset()
+            reach = zip(parameter.shape, parameter.stride(), strict=True)
+            end = start + sum((size - 1) * stride for size, stride in reach)
+            found.append((parameter.untyped_storage()._cdata, start, end, name))
+    for (memory, _, end, name), (other_memory, start, _, other) in pairwise(sorted(found)):
+        if memory == other_memory and start <= end and unit_with(name, homes, units) != unit_with(other, homes, units):
+            raise NotImplementedError(
+                f"{name} and {other} are two parameters with one memory, such as a weight and its transpose: stages "
+                "would update them apart. Make them one parameter, or two with memory of their own (leave out "
+                "PEFT's ensure_weight_tying)"
+            )
 
 
 def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:

@@ -68,7 +68,8 @@ class Settings(NamedTuple):
 
     @staticmethod
     def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-        """Whether the same parameters are frozen everywhere, or not all ranks are here, as nothing is trained then.
+        """Whether the same parameters are frozen everywhere and tied weights' copies are the same, or not all ranks are
+        here, as nothing is trained then.
         Raises BatchMismatch or SettingsMismatch, on every rank, if something else differs."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in every]
@@ -207,11 +208,12 @@ class FrozenParameters:
             ))  # fmt: skip
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         # By its first name in the unsplit model, the name that `named_parameters()` gives here.
-        self._names = {one.name: own.get(id(one.parameter), one.name) for one in held}
+        self.names = {one.name: own.get(id(one.parameter), one.name) for one in held}
 
-    def numbers(self, changed: Sequence[int] = ()) -> tuple[int, int, int]:
+    def numbers(self, changed: Sequence[int] = (), copies: int = 0) -> tuple[int, int, int]:
         """This rank's `Settings.frozen`, `frozen_whole` and `trainable`. What is said of those at the places `changed`,
-        which all holders must have changed, is counted in the first two as well, three times."""
+        which all holders must have changed, is counted in the first two as well, three times; and in the first one
+        `copies`, what is said of tied weights."""
         flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
         if flags != self._flags or types != self._types or changed != self._changed:
             frozen = [said for said, trainable in zip(self._said, flags, strict=True) if not trainable]
@@ -222,13 +224,14 @@ class FrozenParameters:
                 hash((flags, tuple(map(str, types)))) % MODULUS,
             )
             self._flags, self._types, self._changed = flags, types, changed
-        return self._numbers
+        apart, whole, trainable = self._numbers
+        return (apart + copies) % MODULUS, whole, trainable
 
     def described(self) -> dict[str, tuple[bool, str]]:
         """Of each parameter here, by its first name in the unsplit model: whether it is frozen, and its name here."""
         return {
             first: (not parameter.requires_grad, own)
-            for (first, own), parameter in zip(self._names.items(), self._parameters, strict=True)
+            for (first, own), parameter in zip(self.names.items(), self._parameters, strict=True)
         }
 
 

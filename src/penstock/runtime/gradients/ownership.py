@@ -20,6 +20,7 @@ class HeldParameter:
         name: its first name in the unsplit model (a tied weight has several).
         ranks: the global ranks that hold a copy, ascending.
         sharded: whether each rank of a tensor-parallel group holds another slice of it.
+        named: those of `ranks` that hold it under that name, by which an optimizer of the unsplit model knows it.
         owners: with a sharded optimizer those of `ranks` that keep its state and update it; otherwise all do.
     """
 
@@ -27,6 +28,7 @@ class HeldParameter:
     parameter: torch.nn.Parameter
     ranks: tuple[int, ...]
     sharded: bool = False
+    named: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
 
     @property
@@ -72,13 +74,15 @@ def find_holders(
     shared: set[tuple[int, ...]] = set()
     for names in aliases:
         by_index: list[set[int]] = []
+        named: list[tuple[int, ...]] = []
         for index in range(layout.tensor_parallel_size):
-            holders: set[int] = set()
+            by_name = []
             for name in names:
                 unit = unit_with(name, homes or {}, units)
                 every_rank = (rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
-                holders.update(every_rank if unit is None else layout.holders(unit, index))
-            by_index.append(holders)
+                by_name.append(tuple(every_rank if unit is None else layout.holders(unit, index)))
+            by_index.append(set().union(*by_name))
+            named.append(by_name[0])
         if any(name in partial for name in names):
             by_index = [set().union(*by_index)] * len(by_index)
         every = [tuple(sorted(holders)) for holders in by_index]
@@ -87,5 +91,6 @@ def find_holders(
         if parameter is not None:
             # One whose holders are of several indices has no other copies at those, as slices have none.
             is_sharded = any(name in sharded or name in partial for name in names)
-            held.append(HeldParameter(names[0], parameter, every[tensor_parallel_rank], is_sharded))
+            ranks, first = every[tensor_parallel_rank], named[tensor_parallel_rank]
+            held.append(HeldParameter(names[0], parameter, ranks, is_sharded, first))
     return held, shared

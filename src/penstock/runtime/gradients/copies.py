@@ -1,0 +1,95 @@
+"""A tied weight is one weight: whether the copies that several stages have of it are still the same.
+
+Each stage's rank updates its own copy, from the same gradient. Copies stay equal to the last bit, unless something
+treats them unlike: parameter groups that go by names, an optimizer that keeps other numbers for an embedding than for
+a linear layer, random numbers that a rank adds. So the ranks compare a checksum of each copy, which is part of what
+they say at the next step's roll call. On an accelerator a checksum would hold up the host, so only the first steps
+compare there, and saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.settings import MODULUS
+from penstock.runtime.context import RankContext
+from penstock.runtime.gradients.ownership import HeldParameter
+
+# Steps, or evaluations, that compare on an accelerator.
+FIRST_STEPS = 4
+# By how many roundings of their largest entry copies may differ that processors of unlike kinds have updated.
+ROUNDINGS = 8
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TiedCopies:
+    """This rank's copies of weights that several stages of a pipeline hold. `names`: the names that they have here."""
+
+    def __init__(self, held: Sequence[HeldParameter], context: RankContext, names: Mapping[str, str]) -> None:
+        several = context.layout.are_of_several_stages
+        plain = (one for one in held if one.parameter.layout is torch.strided and one.parameter.dtype in _FLOATS)
+        self._tied = [one for one in plain if several(one.ranks)]
+        pipeline = frozenset(context.pipeline_ranks)
+        self._holders = [tuple(rank for rank in one.ranks if rank in pipeline) for one in self._tied]
+        self._context, self._names = context, names
+        self._versions: list[int] = []
+        self._vote = self._calls = 0
+
+    def vote(self, always: bool = False) -> int:
+        """What this rank says of its copies: the sum over a pipeline is zero if all of them are the same."""
+        self._calls += 1
+        if not self._tied or not (always or self._context.device.type == "cpu" or self._calls <= FIRST_STEPS):
+            return 0
+        versions = [one.parameter._version for one in self._tied]
+        if versions != self._versions:
+            votes = (one.vote(self._context.rank, among) for one, among in zip(self._tied, self._holders, strict=True))
+            sums = [_checksum(one.parameter) for one in self._tied]
+            self._vote = sum(vote * checksum for vote, checksum in zip(votes, sums, strict=True)) % MODULUS
+            self._versions = versions
+        return self._vote
+
+    @torch.no_grad()
+    def settle(self) -> str | None:
+        """Where copies differ by roundings, all take that of the first holder. What to say if they differ by more. All
+        ranks call this together."""
+        rank, groups, found = self._context.rank, self._context.groups, {}
+        with self._context.board.guard("comparing tied weights", self._context.everyone):
+            for one in self._tied:
+                own = one.parameter.detach()
+                first = own.clone() if rank == one.ranks[0] else torch.zeros_like(own)
+                real = torch.view_as_real(first) if first.is_complex() else first
+                dist.all_reduce(real, group=groups.reduction[one.ranks])
+                apart = float((first - own).abs().max()) if own.numel() else 0.0
+                limit = ROUNDINGS * torch.finfo(own.dtype).eps * float(first.abs().max()) if own.numel() else 0.0
+                if apart > limit:
+                    found[one.name] = apart
+                elif apart:
+                    one.parameter.copy_(first)
+        self._versions = []
+        mine = {one.name: [found.get(one.name, 0.0), self._names[one.name]] for one in self._tied}
+        every = Ranks(groups.world_control, self._context.board.guard).exchange(mine, "comparing tied weights")
+        for name in dict.fromkeys(name for theirs in every for name in theirs):
+            said = {rank: theirs[name] for rank, theirs in enumerate(every) if name in theirs}
+            apart = max(difference for difference, _ in said.values())
+            if apart:
+                here = ", ".join(f"{local} on rank {rank}" for rank, (_, local) in said.items())
+                return (
+                    f"the copies of the tied weight {name} ({here}) differ by up to {apart:.3g}: each rank updates its "
+                    "own, and these were updated unlike, as by parameter groups that go by names, by an optimizer that "
+                    "treats an embedding otherwise than a linear layer, by random numbers of each rank's own, or where "
+                    "an update was interrupted. Treat the copies alike, or set sharded_optimizer: true: one rank then "
+                    "updates the weight under its first name, and sends it to the others"
+                )
+        return None
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    return int(values.reshape(-1).view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
