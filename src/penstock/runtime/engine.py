@@ -25,6 +25,7 @@ from penstock.layout.layout import Layout, Place
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.randomness import key_of, mixed
+from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.rollcall import Call
@@ -42,15 +43,18 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.precision import autocast
 from penstock.runtime.gradients.updates import mixed_update
-from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
+from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, is_hooked
 from penstock.runtime.inputs import (
     StepInputs,
     kept_buffers,
     refuse_tuples,
     refuse_without_loss,
     refuse_wrong_types,
+    warn_of_batchwise,
     warn_of_changed_buffers,
+    warn_of_hooks,
     warn_of_inexact_loss,
+    warn_of_kept_state,
 )
 from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.options import EngineOptions
@@ -122,6 +126,8 @@ class Engine:
         self.observers: list[StepObserver] = []
         self.synchronises = True
         self.known: dict[str, nn.Parameter] = dict(split.released)
+        # Parameters of whose hooks was warned.
+        self._hooked: set[str] = set()
         self._main_input_name = getattr(split.model, "main_input_name", None)
         self.media = MediaTokens.of(configuration_of(split.model))
 
@@ -254,6 +260,8 @@ class Engine:
         refuse_without_loss(self.split.model, prepared)
         if self.context.holds_output:
             warn_of_inexact_loss(self.split.model, prepared)
+        if len(microbatches) > 1 or len(self.layout.pipelines) > 1:
+            self._warn_of_what_sees_a_microbatch(prepared)
         schedule = self.parts.schedule(len(microbatches))
         if microbatches:
             check_trains(schedule)
@@ -273,9 +281,18 @@ class Engine:
             settings = self.parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
         return TrainingLoop(step, partial(self._run, step, settings), self.parts.open_step)
 
+    def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:
+        """Once, before the first step, or where there are new hooks."""
+        hooked = [one.name for one in self.held if is_hooked(one.parameter) and one.name not in self._hooked]
+        self._hooked.update(hooked)
+        warn_of_hooks(hooked)
+        if self.report is None and self.context.holds_output:
+            warn_of_batchwise(inputs)
+
     def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
         number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
+        kept = self.split.kept_state = KeptState(self.split.model) if self.report is None else None
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
@@ -290,12 +307,14 @@ class Engine:
                 seen = [observed.enter_context(one.observing(self, number)) for one in self.observers]
                 yield from step.run(all_begin, number, [notes for notes in seen if notes is not None])
         finally:
+            self.split.kept_state = None
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
                 self.report = step.report
                 self.parts.updates.end_step()
         if step.interruption is not None:
             raise step.interruption
         warn_of_changed_buffers(self.split.model, buffers)
+        warn_of_kept_state([] if kept is None else kept.changed())
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
         """Sums of what the pipelines' last stages give, on every rank. All ranks call this together, with as many

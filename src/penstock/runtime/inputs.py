@@ -223,6 +223,29 @@ def warn_of_changed_buffers(model: nn.Module, before: Mapping[str, tuple[torch.T
         warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
 
 
+def warn_of_kept_state(names: Sequence[str]) -> None:
+    """Warn of attributes that each forward of a step has changed."""
+    if names:
+        what = f"a forward in training changes attributes of modules ({_some(names)}), and runs for each microbatch"
+        warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
+
+
+def warn_of_hooks(names: Sequence[str]) -> None:
+    """Warn of hooks of the user's own on the gradients of these parameters."""
+    if names:
+        what = (
+            f"hooks on the gradients of parameters ({_some(names)}) see those of each microbatch. What is linear in a "
+            "gradient (a mask, a factor) stays exact. For anything else, such as clamping"
+        )
+        warnings.warn(f"{what}, {AS_ACCUMULATED}", stacklevel=2)
+
+
+def warn_of_batchwise(inputs: StepInputs) -> None:
+    """Warn of operations whose backward depends on the whole batch."""
+    if found := sorted({each for plan in inputs.plans for each in plan.batchwise}):
+        warnings.warn(f"the gradient of {_some(found)} depends on the whole batch: {AS_ACCUMULATED}", stacklevel=2)
+
+
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 

@@ -169,6 +169,7 @@ def trace(
         torch.no_grad(),
         all_restored(generators_in_use()),
         seedable(held_sources(model)),
+        _counts_kept(model, functions.units),
         _real_outside(model, functions.units) as real,
     ):
         arguments = {
@@ -363,6 +364,21 @@ def _real_outside(model: nn.Module, units: Collection[str]) -> Iterator[dict[str
                 real[full] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
     with _reparametrize_module(model, dict(real)):
         yield real
+
+
+@contextmanager
+def _counts_kept(model: nn.Module, units: Collection[str]) -> Iterator[None]:
+    """Set numbers in attributes of modules outside of units back at the end: a trace is no forward that counts."""
+    counts = {
+        module: {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+        for prefix, module in model.named_modules()
+        if unit_of(prefix, units) is None
+    }
+    try:
+        yield
+    finally:
+        for module, values in counts.items():
+            vars(module).update(values)
 
 
 def _refuse_changed(model: nn.Module, real: Mapping[str, torch.Tensor], flow: DataFlow) -> None:

@@ -30,6 +30,7 @@ from penstock.modeling.placeholders.ghosts import (
 )
 from penstock.modeling.placeholders.partial_states import mark_states
 from penstock.modeling.stage.host_values import HostValues
+from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.named_output import Shapes, output_with_loss
 from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity, refuse_common_memory
@@ -174,6 +175,8 @@ class SplitModel:
             first = next((parameter for _, parameter in absent_parameters(self.model)), None)
         return torch.device("cpu") if first is None else first.device
 
+    # Sees what forwards leave behind, while somebody wants to know.
+    kept_state: KeptState | None = None
     # Of how many tokens a plan's head makes the logits at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
@@ -280,6 +283,8 @@ class SplitModel:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
             evaluate = partial(self.tensor_parallel.run, plan, own_loss, evaluate)
+        if self.kept_state is not None:
+            evaluate = partial(self.kept_state.watching, stage, evaluate)
         if plan.asks_inputs and host is not None and host is not inputs:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)

@@ -254,9 +254,12 @@ def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tens
     return hook
 
 
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Whether hooks of somebody else's want to see the gradient of `parameter` as it comes."""
+    after = parameter._post_accumulate_grad_hooks or {}
+    return bool(parameter._backward_hooks) or any(not hasattr(hook, "knows_deferral") for hook in after.values())
+
+
 def _is_watched(parameter: torch.Tensor) -> bool:
-    """Whether hooks want to see the gradient of `parameter` as it comes, or autograd passes it on to others."""
-    if parameter._backward_hooks or not parameter.is_leaf:
-        return True
-    after = parameter._post_accumulate_grad_hooks
-    return bool(after) and not all(hasattr(hook, "knows_deferral") for hook in after.values())
+    """Whether the gradient of `parameter` is wanted as it comes, by hooks or as autograd passes it on to others."""
+    return not parameter.is_leaf or is_hooked(parameter)
