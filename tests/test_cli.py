@@ -1,9 +1,12 @@
 """The command line: its figures against closed formulas, its files, and mistakes that end with one line."""
 
+import ast
 import json
 import logging
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,6 +112,34 @@ def test_check_takes_folders_and_classes(make: str, tmp_path: Path) -> None:
     result = run("check", tmp_path if make == "folder" else make)
     num_layers = 3 if make == "folder" else GPT2Config().n_layer
     assert result.exit_code == 0 and f"transformer.h.0-{num_layers - 1}  GPT2Block" in result.output
+
+
+NET = """
+import torch
+from torch import nn
+from test_modeling_check import ByHand, Two, WithDummies
+
+class Wide(Two):
+    def __init__(self, width):
+        super().__init__(width)
+
+def pair():
+    return {"left": torch.zeros(6, 4), "right": torch.zeros(6, 4), "target": torch.zeros(6)}
+"""
+
+
+def test_one_option_gives_a_models_inputs_to_all_commands(tmp_path: Path) -> None:
+    """Also those that only a criterion takes; a class of one's own is made without arguments."""
+    script = tmp_path / "net_of_a_test.py"
+    script.write_text(NET)
+    for name in ("ByHand", "WithDummies"):
+        assert run("check", f"{script}:{name}").exit_code == 0
+    alone = run("check", f"{script}:Two")
+    assert alone.exit_code == 1 and "needs inputs" in alone.output and "Auto policy" not in alone.output
+    assert "does not make a model: TypeError" in run("check", f"{script}:Wide").stderr
+    given = ("--inputs", f"{script}:pair")
+    checked = run("check", f"{script}:Two", *given)
+    assert checked.exit_code == 0 and "left[6, 4], right[6, 4]" in checked.output
 
 
 def test_check_says_why_not_with_status_1() -> None:
@@ -278,7 +309,8 @@ def test_simulate_gives_the_closed_formula_of_1f1b(ranks: int, microbatches: int
 def test_options_are_never_cut() -> None:
     for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
         text = CliRunner().invoke(app, [command.name, "--help"], env={"COLUMNS": "80"}).output
-        names = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+        shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+        names = [name for parameter in shown for name in parameter.opts if name.startswith("--")]
         assert names and all(name in text for name in names) and "…" not in text
 
 
@@ -404,13 +436,15 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None:
     arguments = ("fit", "test_cli:small_gpt2", "--length", 16, "--lora-rank", 4, "--devices", 2)
-    result = run(*arguments, "--memory", "1GB", "--plot", tmp_path / "memory.svg")
+    result = run(*arguments, "--memory", "1GB", "--all", "--plot", tmp_path / "memory.svg")
     verdict, *lines = result.output.splitlines()
     assert verdict.startswith("It fits: ") and (tmp_path / "memory.svg").exists()
     rows = [line for line in lines if line.split() and line.split()[-1] not in ("fits", "tok/s") and " yes " in line]
     assert len(rows) == 28  # 7 ways, each with recomputed activations, the loss in chunks, both and neither
     section = json.loads(next(line for line in lines if line.startswith("{")))
     assert Configuration.from_any(section).micro_batch_size == 1
+    shorter = run(*arguments, "--memory", "1GB").output.splitlines()
+    assert shorter[0] == verdict and sum(" yes " in line for line in shorter) == 7  # the best of each way
     assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")
     assert "The fullest device, in kB." in " ".join(result.output.split()) and "bf16" in result.output
     # A T4 does not compute in bfloat16.
@@ -472,3 +506,158 @@ def test_a_sharded_optimizer_and_a_packed_base_make_jobs_fit() -> None:
     ):
         result = run(*arguments, *more)
         assert result.exit_code == 1 and why in result.stderr
+
+
+OWN = """
+import torch
+from test_modeling_check import Two
+
+def pair():
+    return {"left": torch.zeros(6, 4), "right": torch.zeros(6, 4)}
+"""
+SMALL = ("test_cli:small_gpt2", "--length", "8")
+UNKNOWN = ("plan", *SMALL, "--devices", "mine:1,3090:1")
+# A mistake, what is said, and the options that this asks for; None leaves one out.
+ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
+    (UNKNOWN, "Of another give --speed mine=0.5 --memory mine=24GB", {"--speed": "mine=0.5", "--memory": "mine=24GB"}),
+    (("fit", *UNKNOWN[1:]), "--speed mine=0.5 --memory", {"--speed": "mine=0.5", "--memory": "mine=24GB"}),
+    (
+        ("fit", *UNKNOWN[1:], "--memory", "3090=20GB", "--speed", "3090=1"),
+        "--speed 3090=1,mine=0.5 --memory 3090=20GB,mine=24GB",
+        {"--speed": "3090=1,mine=0.5", "--memory": "3090=20GB,mine=24GB"},
+    ),
+    (("fit", *SMALL, "--devices", "mine:2"), "give --memory mine=24GB", {"--memory": "mine=24GB"}),
+    (("fit", *SMALL, "--devices", "2"), "limit of memory (--memory 24GB)", {"--memory": "24GB"}),
+    (("fit", *SMALL, "--devices", "3090:2"), "(--all shows more)", {"--all": ""}),
+    (
+        ("fit", "GPT2LMHeadModel", "--length", "8", "--memory", "600MB"),
+        "adapters may fit (--lora-rank 16)",
+        {"--lora-rank": "16"},
+    ),
+    (("plan", *SMALL, "--global-batch-size", "10"), "give --global-batch-size 12", {"--global-batch-size": "12"}),
+    (("plan", *SMALL, "--dtype", "b16"), "give --dtype bf16", {"--dtype": "bf16"}),
+    (("plan", *SMALL, "--quantization", "nf4"), "--quantization needs --lora-rank 16", {"--lora-rank": "16"}),
+    (("plan", *SMALL, "--checkpointing", "some"), "give --checkpointing none or", {"--checkpointing": "none"}),
+    (("plan", *SMALL, "--memory", "{between}"), "It fits with --checkpointing all", {"--checkpointing": "all"}),
+    (
+        ("plan", *SMALL, "--profile", "{profile}", "--quantization", "nf4", "--loss-chunk-tokens", "4"),
+        "give --quantization, --lora-rank and --loss-chunk-tokens to an estimate, without --profile, or "
+        "--loss-chunk-tokens to",
+        {"--profile": None, "--lora-rank": "16"},
+    ),
+    (
+        ("plan", *SMALL, "--profile", "{profile}", "--micro-batch-size", "3"),
+        "give --micro-batch-size 1",
+        {"--micro-batch-size": "1"},
+    ),
+    (
+        ("fit", "{own}:Two", "--inputs", "{own}:pair", "--micro-batch-size", "4"),
+        "--inputs are those of a microbatch, but none of them has 4 samples: leave --micro-batch-size out, or give "
+        "--micro-batch-size 6",
+        {"--micro-batch-size": "6"},
+    ),
+    (("plan", "{own}:Two"), "in a command as --inputs SCRIPT.py:NAME", {"--inputs": "{own}:pair"}),
+    (("check", "{own}:Two"), "followed (--inputs SCRIPT.py:NAME)", {"--inputs": "{own}:pair"}),
+    (("inspect", "{saved}"), "more (--parameters shows all)", {"--parameters": ""}),
+    (("merge", "{saved}-plain", "{full}"), "name another folder, or give --overwrite", {"--overwrite": ""}),
+]
+# What runs processes has tests in test_verify.py.
+ELSEWHERE = (
+    *(
+        "--config says it all",
+        "warning: --batch is now --inputs",
+        "--layers",
+        "loss: give one with --inputs",
+    ),
+    "--plot needs matplotlib: pip install",
+)
+
+
+@pytest.mark.parametrize("devices", ["a100:1,t4:1", "a100:2,t4:1"])
+def test_what_plan_prints_forms_the_pipelines_that_it_planned(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, arguments = small_gpt2(), ("plan", *SMALL, "--devices", devices, "--global-batch-size", 12)
+    for plan in json.loads(run(*arguments, "--json").output):
+        pipelines = plan["pipelines"]
+        monkeypatch.setattr(
+            "penstock.plugin.rank_and_world_size", lambda of=pipelines: (0, sum(len(p["devices"]) for p in of))
+        )
+        names = {
+            "PipelineTemplate": PipelineTemplate,
+            "HeterogeneousParallelPlugin": penstock.HeterogeneousParallelPlugin,
+        }
+        found: dict[str, Any] = {**names, "model": model}
+        exec(plan["code"], found)
+        made = [found[name] for name in sorted(found) if name.startswith("template_")]
+        every = {json.dumps(each["stages"]) for each in pipelines}
+        assert {json.dumps(template.modules_per_stage) for template in made} == every and len(made) == len(every)
+        if plan["configuration"] is not None:
+            Configuration.from_any(plan["configuration"])
+            points = plan["configuration"]["model_parallelism"].get("split_points", [])
+            assert points == [units[0] for units in pipelines[0]["stages"][1:]]
+    printed = run(*arguments).output
+    assert "The devices from rank 0 on: " in printed and ("{" in printed or "template_0" in printed)
+
+
+def test_a_packed_base_is_recommended_only_where_a_plain_one_does_not_fit() -> None:
+    arguments = ("fit", "GPT2LMHeadModel", "--length", 8, "--lora-rank", 4, "--devices", 1)
+    plain, packed = (run(*arguments, "--memory", memory).output for memory in ("1GB", "250MB"))
+    assert plain.startswith("It fits: ") and "nf4" not in plain.splitlines()[0]
+    assert packed.startswith("It fits: nf4, LoRA 4"), packed
+
+
+@pytest.fixture(scope="module")
+def places(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What stands for the names in braces in ADVICE."""
+    folder = tmp_path_factory.mktemp("advice")
+    (folder / "own_of_advice.py").write_text(OWN)
+    (folder / "full").mkdir()
+    (folder / "full" / "file").write_text("")
+    pool.run(2, save_long_names, str(folder / "saved"))
+    assert run("profile", *SMALL, "-o", folder / "profile.json").exit_code == 0
+
+    def needed(how: str) -> float:
+        plans = json.loads(run("plan", *SMALL, "--checkpointing", how, "--json").output)
+        return min(max(plan["pipelines"][0]["bytes of each rank"]) for plan in plans)
+
+    names = {"own": "own_of_advice.py", "full": "full", "saved": "saved", "profile": "profile.json"}
+    between = (needed("none") + needed("all")) / 2
+    return {name: str(folder / file) for name, file in names.items()} | {"between": f"{between:.0f}"}
+
+
+@pytest.mark.parametrize(("arguments", "said", "options"), ADVICE, ids=[said[:40] for _, said, _ in ADVICE])
+def test_the_advice_of_each_error_is_a_command_that_works(
+    places: dict[str, str], arguments: tuple[str, ...], said: str, options: dict[str, str | None]
+) -> None:
+    words = [word.format(**places) for word in arguments]
+    first = run(*words)
+    printed = " ".join(f"{first.stdout} {first.stderr}".split())
+    assert said in printed and all(option in printed for option in options)
+    for option, value in options.items():
+        if option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+        words += [] if value is None else [option, value.format(**places)] if value else [option]
+    again = run(*words)
+    assert again.exit_code == 0, again.output
+    assert said not in " ".join(f"{again.stdout} {again.stderr}".split())
+
+
+def test_every_advice_of_the_commands_is_tried() -> None:
+    """Whatever text of their sources names an option is part of what a line of ADVICE says."""
+    source = Path(penstock.__file__).parent
+    files = [file for room in ("cli", "checking", "planning") for file in (source / room).glob("*.py")]
+    advice = [said for _, said, _ in ADVICE]
+    for file in [*files, source / "modeling/graph/dummy_inputs.py"]:
+        tree = ast.parse(file.read_text())
+        definitions = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and "typer." in ast.unparse(node.func)
+        ]
+        of_options = {id(inner) for call in definitions for inner in ast.walk(call)}
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            for text in ast.walk(ast.Module(function.body, [])):
+                if not (isinstance(text, ast.Constant) and isinstance(text.value, str)) or id(text) in of_options:
+                    continue
+                options = re.findall(r"--[a-z][a-z-]+[a-z]", text.value)
+                if options and text.value != ast.get_docstring(function, clean=False):
+                    known = any(option in said for said in advice for option in options)
+                    assert known or any(part in text.value for part in ELSEWHERE), f"{file.name}: {text.value}"

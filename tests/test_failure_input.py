@@ -250,6 +250,29 @@ def test_what_cannot_be_split_or_is_no_model_or_is_parallelised_already_is_refus
         assert again[0] == "ValueError" and "already" in again[1]
 
 
+def misuse() -> list[tuple[str, str]]:
+    whole = Largest(transformers.GPT2Config(vocab_size=97, n_embd=16))
+    weights, given = list(whole.layers.parameters()), batch("causal", 4)
+    model = parallelize(whole, 2)
+    given = {name: given[name] for name in ("input_ids", "labels")}
+
+    def penalised(output: Any, inputs: Any) -> torch.Tensor:
+        return output.loss + sum(weight.pow(2).sum() for weight in weights)
+
+    found = [caught(model, **given, extra=given["labels"]), caught(model, **given, criterion=penalised)]
+    with warnings.catch_warnings(action="ignore"):
+        assert len(run_step(model, given)) == 4
+    return found
+
+
+def test_what_is_not_the_models_fault_is_not_called_a_model_that_is_not_implemented(pool: Pool) -> None:
+    (many, (penalty, weight)), (other, _) = pool.run(2, misuse)
+    assert many == other and many[0] == "InputsError" and "unexpected keyword argument 'extra'" in many[1]
+    # On the rank that has these weights.
+    assert penalty == "CriterionError" and "the criterion uses the weight layers." in weight
+    assert "Auto policy" not in many[1] + weight
+
+
 class Largest(Cyclic):
     """Can be split, but takes its loss from the largest logit of the whole batch: no mean that shares add up to."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from families import FAMILIES
 from penstock.checking.check import check
@@ -117,6 +118,66 @@ class Unbuildable(transformers.GPT2LMHeadModel):
 def test_a_model_that_cannot_be_built_is_reported() -> None:
     report = check(Unbuildable)
     assert report.reason == "it cannot be built: KeyError: 'no cheese'"
+
+
+class ByHand(nn.Module):
+    """A vision transformer as people write it: the root has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.zeros(1, 16, 8))
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.patches = nn.Conv2d(3, 8, 8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in self.rates)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        hidden = self.patches(image).flatten(2).transpose(1, 2) + self.pos
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class Two(nn.Module):
+    """Takes two arguments that no name explains."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            left = block(left) * right
+        return left
+
+
+class WithDummies(Two):
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        sizes = torch.zeros(2, 4, device=self.blocks[0].weight.device)  # type: ignore[union-attr]  # a layer
+        return {"left": sizes, "right": sizes}
+
+
+def test_the_shape_of_an_image_is_guessed_past_the_roots_own_parameter() -> None:
+    report = check(ByHand())
+    assert report.splittable and dict(report.inputs) == {"image": (2, 3, 32, 32)}
+
+
+def test_dummy_inputs_of_a_model_without_memory_are_used() -> None:
+    with torch.device("meta"):
+        report = check(WithDummies())
+    assert report.splittable and dict(report.inputs) == {"left": (2, 4), "right": (2, 4)}
+
+
+def test_a_model_that_needs_inputs_is_not_called_one_that_cannot_be_split() -> None:
+    report = check(Two())
+    assert not report.splittable and not report.reason and "'left' and 'right'" in report.inputs_needed
+    assert "cannot be split" not in report.render() and "needs inputs to be followed" in report.render()
+    example = torch.zeros(2, 4)
+    assert check(Two(), {"left": example, "right": example}).splittable
+    with pytest.raises(
+        ValueError, match=r"Two\.forward\(\) missing a required argument: 'right'; the inputs given are left"
+    ):
+        check(Two(), {"left": example})
 
 
 def test_nonsense_is_refused() -> None:

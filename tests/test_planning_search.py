@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
+from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import SCHEDULES, Job, place
 from penstock.planning.planner import Infeasible, make_plans
@@ -189,6 +189,8 @@ def test_devices_and_nodes_as_text() -> None:
     assert (a100.count, a100.speed, a100.memory) == (4, 1.0, 36e9)
     assert (t4.count, t4.memory) == (3, 15e9) and t4.speed == pytest.approx(65 / 312)
     assert parse_devices("7", "24GB") == (DeviceClass("device", 7, 1.0, 24e9),)
+    home, unknown = parse_devices("RTX-4060-Ti:1,mine:2", "mine=20GB", "mine=0.5")
+    assert (home.speed, home.memory) == (1.0, USABLE * 8e9) and (unknown.speed, unknown.memory) == (0.5, 20e9)
     assert parse_nodes("2x4,8") == (4, 4, 8)
     assert [parse_bytes(text) for text in ("24GB", "1.5 GiB", "8e9")] == [24e9, 1.5 * 2**30, 8e9]
     assert readable(24e9) == "24 GB"

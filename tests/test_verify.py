@@ -219,6 +219,61 @@ def test_a_batch_is_made_up_for_a_model_of_transformers(family: str) -> None:
     assert results.get("tokens") == (EXACT if family in ("t5", "mixtral") else None)
 
 
+class Strange(nn.Module):
+    """Linear blocks, of which something is unusual."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        complex_ = how == "complex"
+        self.how = how
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.turns = nn.ParameterList(nn.Parameter(torch.eye(8, dtype=torch.complex64)) for _ in range(complex_))
+        self.head = nn.Linear(8, 4, dtype=torch.complex64 if complex_ else None)
+
+    def block(self) -> nn.Module:
+        if self.how == "weight_norm":
+            return nn.utils.weight_norm(nn.Linear(8, 8))
+        return nn.Linear(8, 8, dtype=torch.complex64 if self.how == "complex" else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for turn in self.turns:
+            x = x.to(torch.complex64) @ turn
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        x = self.head(x)
+        return (x.abs() if self.how == "complex" else x) * (float("nan") if self.how == "nan" else 1.0)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        state = super().state_dict(*args, **options)
+        return {"layout": 2, "net": dict(state)} if self.how == "layout" else state
+
+    def load_state_dict(self, state: Any, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(state["net"] if self.how == "layout" else state, *args, **options)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*weight_norm.*is deprecated:FutureWarning", "ignore:Complex modules are:UserWarning"
+)
+@pytest.mark.parametrize("how", ["complex", "weight_norm", "layout"])
+def test_unusual_weights_are_compared_as_they_are(how: str) -> None:
+    """The unsplit model in double precision is the oracle: with imaginary parts, whatever its `state_dict` is."""
+    found = penstock.verify(functools.partial(Strange, how), classes(), config=CONFIG, criterion=mean, steps=1)
+    rows = {row.what: row for row in found.rows}
+    assert all(rows[what].result == EXACT for what in ALL[:-1]), str(found)
+    assert all(rows[what].where in dict(Strange(how).named_parameters()) for what in ("gradients", "weights"))
+    if how == "layout":
+        assert (
+            rows["checkpoint"].result == REFUSED and "layout of its own (layout is a int" in rows["checkpoint"].reason
+        )
+    else:
+        assert rows["checkpoint"].result == EXACT, str(found)
+
+
+def test_gradients_that_are_nan_are_called_so() -> None:
+    with pytest.raises(ValueError, match=r"gradient of blocks\.0\.weight is not finite \(NaN or infinite\)"):
+        penstock.verify(functools.partial(Strange, "nan"), classes(), config=CONFIG, criterion=mean)
+
+
 class Decides(GPT2LMHeadModel):
     """What it does next depends on what its first block computed."""
 
@@ -310,14 +365,16 @@ def centred():
 def test_the_command_takes_a_script_and_its_status_is_for_ci(tmp_path: Path) -> None:
     script = tmp_path / "own_script_of_a_test.py"
     script.write_text(SCRIPT)
-    options = ["--batch", f"{script}:classes", "--criterion", f"{script}:mean", "--microbatches", 3, "--steps", 1]
-    good = run("verify", f"{script}:Tower", *options, "--json")
+    options = ["--criterion", f"{script}:mean", "--microbatches", 3, "--steps", 1]
+    batch = f"{script}:classes"
+    good = run("verify", f"{script}:Tower", "--inputs", batch, *options, "--json")
     assert good.exit_code == 0, good.output
     data = json.loads(good.output)
     assert data["exact"] and [row["what"] for row in data["rows"]] == list(ALL)
     assert "over 2 stages (1f1b)" in data["about"]  # what "auto" has chosen
-    bad = run("verify", f"{script}:centred", *options)
+    bad = run("verify", f"{script}:centred", "--batch", batch, *options)  # its first name
     assert bad.exit_code == 1 and "the samples of a batch depend on each other" in " ".join(bad.output.split())
+    assert "warning: --batch is now --inputs" in bad.stderr
     assert run("verify", f"{script}:Absent", *options).exit_code == 1
     assert "there is no file" in run("verify", "absent.py:Tower").stderr
 

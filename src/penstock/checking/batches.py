@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -24,34 +25,51 @@ TOKENS = 12
 FIRST_TOKEN = 5
 # Copies of a whole model that a process of a comparison holds at once, in double precision and with gradients.
 COPIES = 6
+# As many as make stages, where a whole model is too large.
+FEW_LAYERS = 2
 
 
 def build(subject: type | PretrainedConfig | str, layers: int | None, ranks: int, trust_remote_code: bool) -> nn.Module:
     """The model that `penstock check` would look at, with a checkpoint's weights, if it has any, or random ones; with
     so many `layers` only. Raises ValueError if this machine has not the memory to compare it on `ranks` processes."""
-    shape: Any = build_on_meta(subject, trust_remote_code)
-    config = shape.config
-    if layers is not None:
-        for part in (config, config.get_text_config()):
-            for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
-                if isinstance(getattr(part, name, None), int):
-                    setattr(part, name, min(layers, getattr(part, name)))
-            if isinstance(kinds := getattr(part, "layer_types", None), list):
-                part.layer_types = kinds[:layers]
-        shape = meta_model(type(shape), config)
-    needed = 8 * COPIES * ranks * sum(each.numel() for each in shape.parameters())
+    shape = _shape_of(subject, layers, trust_remote_code)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
+    if (needed := _needed(shape, ranks)) > memory:
+        fewer = layers is None or layers > FEW_LAYERS
+        fewer = fewer and _needed(_shape_of(subject, FEW_LAYERS, trust_remote_code), ranks) <= memory
+        advice = (
+            f"--layers {FEW_LAYERS} compares a smaller one" if fewer else "write a function that makes a smaller one"
+        )
         raise ValueError(
             f"comparing {type(shape).__name__} on {ranks} processes needs about {needed / 1e9:.0f} GB, and this "
-            f"machine has {memory / 1e9:.0f}: compare a smaller one (--layers)"
+            f"machine has {memory / 1e9:.0f}: {advice}"
         )
+    config = shape.config
     kind: Any = type(shape)
     if isinstance(subject, str) and any(file.suffix in (".safetensors", ".bin") for file in Path(subject).glob("*")):
         loaded: nn.Module = kind.from_pretrained(subject, config=config, trust_remote_code=trust_remote_code)
         return loaded
     made: nn.Module = kind(config)
     return made
+
+
+def _shape_of(subject: type | PretrainedConfig | str, layers: int | None, trust_remote_code: bool) -> Any:
+    """The model on the meta device, with so many `layers` only."""
+    shape: Any = build_on_meta(subject, trust_remote_code)
+    if layers is None:
+        return shape
+    config = copy.deepcopy(shape.config)
+    for part in (config, config.get_text_config()):
+        for name in ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, min(layers, getattr(part, name)))
+        if isinstance(kinds := getattr(part, "layer_types", None), list):
+            part.layer_types = kinds[:layers]
+    return meta_model(type(shape), config)
+
+
+def _needed(shape: nn.Module, ranks: int) -> int:
+    return 8 * COPIES * ranks * sum(each.numel() for each in shape.parameters())
 
 
 def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
@@ -67,7 +85,9 @@ def made_batch(model: nn.Module, samples: int) -> dict[str, Any]:
                 continue
             if loss is not None and loss.isfinite() and loss.requires_grad:
                 return batch
-    raise ValueError(f"no batch was found from which {type(model).__name__} computes a loss: give one (--batch)")
+    raise ValueError(
+        f"no batch was found from which {type(model).__name__} computes a loss: give one with --inputs SCRIPT.py:NAME"
+    )
 
 
 def _drawn(model: Any, inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Any]:

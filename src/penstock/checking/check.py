@@ -18,6 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from penstock.layout.announce import LENGTH, compact
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.dataflow import Value
+from penstock.modeling.graph.dummy_inputs import InputsError, InputsNeeded
 from penstock.modeling.graph.plan import make_plan
 from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
@@ -78,9 +79,11 @@ class Report:
     ties: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several units hold
     everywhere: tuple[str, ...] = ()  # names of the parameters outside of units, which every stage holds
     reason: str = ""  # why it cannot be split
+    inputs_needed: str = ""  # why that is not known: its forward fails on inputs that were guessed
 
     def data(self) -> dict[str, Any]:
         about = {"model": self.model, "splittable": self.splittable, "reason": self.reason}
+        about["inputs_needed"] = self.inputs_needed
         return about | {
             "parameters": self.parameters,
             "inputs": {name: list(shape) for name, shape in self.inputs},
@@ -102,6 +105,9 @@ class Report:
         lines = [f"{self.model}: {self.parameters:,} parameters"]
         if self.reason:
             return "\n".join([*lines, wrapped(f"cannot be split: {self.reason}")])
+        if self.inputs_needed:
+            told = f"needs inputs to be followed (--inputs SCRIPT.py:NAME); on those guessed: {self.inputs_needed}"
+            return "\n".join([*lines, wrapped(told)])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
         lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {LENGTH}"]
         groups = self._alike()
@@ -156,7 +162,7 @@ def check(
         trust_remote_code: whether code that comes with a checkpoint, in files beside its configuration, may be run.
 
     Raises:
-        ValueError: `subject` names no model.
+        ValueError: `subject` names no model, or its forward does not take `inputs`.
         OSError: a checkpoint was not found.
     """
     try:
@@ -171,8 +177,12 @@ def check(
     name = type(model).__name__
     try:
         units, found, _, used = traced_units(model, inputs)
+    except InputsNeeded as error:
+        return Report(name, parameters, inputs_needed=error.reason)
     except NotImplementedError as error:
         return Report(name, parameters, reason=str(error).partition("is not implemented... ")[2] or str(error))
+    except InputsError:
+        raise
     except Exception as error:  # whatever a model's own code raises
         return Report(name, parameters, reason=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
     modules = [model.get_submodule(unit) for unit in units]

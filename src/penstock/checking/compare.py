@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import operator
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.checking.copies import copied
 from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, near, reason_of_difference, taken
 from penstock.config import Configuration
 from penstock.initialize import initialize
@@ -79,7 +79,7 @@ class Trained:
             if optimizer is None:
                 named = model.named_parameters(remove_duplicate=False)
                 gradients = {name: None if each.grad is None else each.grad.clone() for name, each in named}
-                rate = rate or FIRST_CHANGE / _largest(gradients.values())
+                rate = rate or FIRST_CHANGE / _largest_gradient(gradients)
                 optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
             optimizer.step()
         return cls(model, pieces, totals, gradients, rate)
@@ -107,7 +107,7 @@ class Comparison:
 
     def rows(self, folder: Path | None = None) -> list[Row]:
         """What came out. Every rank calls it; `folder`, an empty one, is for a checkpoint."""
-        model: Any = copy.deepcopy(self.initial)
+        model: Any = copied(self.initial)
         own_module = not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
         example = taken(model, self.inputs) if own_module else None
         try:
@@ -125,13 +125,13 @@ class Comparison:
         ranks = Ranks(context.groups.world_control, context.board.guard)
         told = ranks.exchange(said, "comparing warnings")  # only the rank with the loss warns of it
         self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in told for text in texts), "")
-        self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, self._weights()
+        self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, _tensors(model)
         tries: dict[str, Callable[[], Row | None]] = {
             "loss": lambda: self._row("loss", ours.losses, lambda run: run.losses),
             "gradients": lambda: self._row(
                 "gradients", ours.gradients, lambda run: self._own(ours.gradients, run.gradients), scale
             ),
-            "weights": lambda: self._row("weights", weights, lambda run: self._own(weights, run.model.state_dict())),
+            "weights": lambda: self._row("weights", weights, lambda run: self._own(weights, _tensors(run.model))),
             "evaluation": self._evaluation,
             "tokens": self._tokens,
             "checkpoint": lambda: None if folder is None else self._checkpoint(folder),
@@ -148,7 +148,7 @@ class Comparison:
         return rows
 
     def _unsplit(self, pieces: Pieces, rate: float = 0.0) -> Trained:
-        model = copy.deepcopy(self.initial)
+        model = copied(self.initial)
         losses = lambda: (self._loss(model, inputs) * share for inputs, share in pieces)  # noqa: E731
         return Trained.of(model, losses, self.steps, rate, pieces)
 
@@ -171,7 +171,7 @@ class Comparison:
         kinds = [[each / sum(weights) for each in weights] for weights in [sizes, *counts] if sum(weights)]
         kinds.append([1.0] * len(parts))  # of a sum
         of_loss = "the loss of" in self.warned
-        model = copy.deepcopy(self.initial).train(of_loss)
+        model = copied(self.initial).train(of_loss)
         with torch.no_grad():
             losses = [float(self._loss(model, part)) for part in parts]
             expected = float(self.losses["step 1"] if of_loss else self._loss(model, self.inputs))
@@ -192,7 +192,7 @@ class Comparison:
     @functools.cached_property
     def _reason_of_accumulation(self) -> str:
         with torch.no_grad():
-            model = copy.deepcopy(self.initial).eval()
+            model = copied(self.initial).eval()
             parts = sum(float(self._loss(model, part)) for part, _ in self._accumulated.pieces)
             is_sum = "the loss of" in self.warned and near(parts, float(self._loss(model, self.inputs)))
         advice = '. It is a sum: return the mean, or give the criterion an attribute reduction = "sum"'
@@ -209,9 +209,6 @@ class Comparison:
             if own[name] is not None:
                 own[name] = sharding.shards[name].take(own[name], sharding.index, sharding.size)
         return own
-
-    def _weights(self) -> Named:
-        return {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
 
     def _evaluation(self) -> Row:
         self.model.eval()
@@ -259,16 +256,40 @@ class Comparison:
         """The weights of an ordinary checkpoint, read without Penstock: bit for bit those that were saved."""
         if hasattr(self.model, "peft_config"):
             return Row("checkpoint", NOT_TRIED, reason="adapters are saved as PEFT's; load them with PEFT")
-        self.model.save_pretrained(os.fspath(folder))
+        again, saved = copied(self.initial), self.whole.model.state_dict()
+        try:
+            again.load_state_dict(saved)
+        except Exception as error:
+            why = f"load_state_dict() does not take what state_dict() gives, unsplit either ({_short(error)})"
+            return Row("checkpoint", NOT_TRIED, reason=why)
+        odd = {name: type(value).__name__ for name, value in saved.items() if not isinstance(value, torch.Tensor)}
+        # safetensors has no complex numbers in double precision
+        double = any(getattr(value, "dtype", None) == torch.complex128 for value in saved.values())
+        try:
+            self.model.save_pretrained(os.fspath(folder), safe_serialization=not double)
+        except Exception as error:
+            if not odd:
+                raise
+            layout = ", ".join(f"{name} is a {kind}" for name, kind in odd.items())
+            why = (
+                f"its state_dict() has a layout of its own ({layout}), which is not saved over stages ({_short(error)})"
+            )
+            return Row("checkpoint", REFUSED, reason=why)
         if isinstance(self.initial, PreTrainedModel):
-            again: nn.Module = type(self.initial).from_pretrained(folder, dtype=self.initial.dtype)
+            again = type(self.initial).from_pretrained(folder, dtype=self.initial.dtype)
+        elif double:
+            again.load_state_dict(torch.load(folder / "pytorch_model.bin"))
         else:
-            again = copy.deepcopy(self.initial)
             again.load_state_dict(load_file(folder / "model.safetensors"))
-        weights = self._weights()
+        weights = {name: value for name, value in self.model.state_dict().items() if isinstance(value, torch.Tensor)}
         difference, where = _furthest(weights, self._own(weights, again.state_dict()))
         exact = difference == 0
         return Row("checkpoint", EXACT if exact else DIFFERS, difference, where, "" if exact else self._why)
+
+
+def _tensors(model: nn.Module) -> Named:
+    """The parameters and buffers, under all of their names; a `state_dict()` may have any layout."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def _outputs(output: Any) -> dict[str, torch.Tensor]:
@@ -292,18 +313,33 @@ def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: f
     if ours.shape != theirs.shape:
         return math.inf
     same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-    apart = torch.where(same, 0.0, (ours.detach().double() - theirs.detach().double()).abs())
+    apart = torch.where(same, 0.0, (_widened(ours) - _widened(theirs)).abs())
     largest = float(apart.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0
-    return largest / (scale or max(1.0, _largest([theirs], 0.0)))
+    return largest / (scale or max(1.0, _largest([theirs])))
 
 
-def _largest(tensors: Iterable[torch.Tensor | None], default: float | None = None) -> float:
-    """The largest finite absolute entry of all."""
-    finite = (each.detach().double()[each.isfinite()].abs() for each in tensors if each is not None)
-    largest = max((float(each.max()) for each in finite if each.numel()), default=0.0)
-    if largest or default is not None:
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, complex if the tensor is."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float64))
+
+
+def _largest_gradient(gradients: Mapping[str, torch.Tensor | None]) -> float:
+    """The largest absolute entry. Raises ValueError where gradients say nothing."""
+    for name, each in gradients.items():
+        if each is not None and not each.isfinite().all():
+            raise ValueError(
+                f"the unsplit model's gradient of {name} is not finite (NaN or infinite) for this batch, so that "
+                "nothing can be compared: give other inputs, or mend the model or the criterion"
+            )
+    if largest := _largest(gradients.values()):
         return largest
     raise ValueError("the unsplit model has no gradients from this batch, so that there is nothing to compare")
+
+
+def _largest(tensors: Iterable[torch.Tensor | None]) -> float:
+    """The largest finite absolute entry of all; 0 if there is none."""
+    finite = (_widened(each)[each.isfinite()].abs() for each in tensors if each is not None)
+    return max((float(each.max()) for each in finite if each.numel()), default=0.0)
 
 
 def _failed(what: str, error: Exception) -> Row:

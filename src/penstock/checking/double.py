@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from penstock.checking.copies import copied
 from penstock.checking.reasons import taken
 from penstock.modeling.configuration import configuration_of
 from penstock.nested import map_tensors
@@ -34,8 +34,11 @@ def kept_in_double() -> Iterator[None]:
         return self if self.dtype == torch.float64 else rounding(self, **options)
 
     def convert(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        raised = args == (torch.float32,) and not options and self.dtype == torch.float64
-        return self if raised else converting(self, *args, **options)
+        if not options and self.dtype == torch.float64 and args == (torch.float32,):
+            return self
+        if not options and self.dtype in (torch.float64, torch.complex128) and args == (torch.complex64,):
+            return converting(self, torch.complex128)
+        return converting(self, *args, **options)
 
     def normalising(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
@@ -55,21 +58,34 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
     """A model and a batch in double precision; in single precision where the model's code does not run in double.
     Raises ValueError if the model's weights cannot be converted, as packed ones cannot."""
     for dtype in (torch.float64, torch.float32):
-        to = lambda _, tensor, dtype=dtype: tensor.to(dtype) if tensor.is_floating_point() else tensor  # noqa: E731
-        batch = {name: map_tensors(to, name, value) for name, value in inputs.items()}
+        to = functools.partial(_to, dtype)
+        batch = map_tensors(_ignoring_names(to), "", dict(inputs))
         try:
-            made = copy.deepcopy(model).to(dtype)
+            # `Module.to` would leave the imaginary parts out.
+            made = copied(model)
+            made = made._apply(to) if any(each.is_complex() for each in made.parameters()) else made.to(dtype)
             if dtype == torch.float64 and (config := configuration_of(made)) is not None:
                 config._experts_implementation = "eager"  # the grouped product of experts has no doubles
-            if any(each.dtype != dtype for each in made.parameters() if each.is_floating_point()):
+            if any(each.dtype != to(each).dtype for each in made.parameters()):
                 raise ValueError(f"the weights cannot be converted to {dtype}")
             if dtype == torch.float64:
                 with torch.no_grad():
-                    copy.deepcopy(made)(**taken(made, batch))
+                    copied(made)(**taken(made, batch))
             return made, batch
         except Exception as error:  # whatever a model's own code raises
             failure = error
     raise ValueError(f"a comparison is in double or single precision, and this model is not: {failure}") from failure
+
+
+def _ignoring_names(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda _, tensor: function(tensor)
+
+
+def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in this precision: real numbers stay real, and complex ones complex."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def without_noise(model: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from penstock.checking.copies import copied
 from penstock.data.microbatch import split_batch
 from penstock.nested import named_tensors
 from penstock.random_state import all_restored, generators_in_use
@@ -81,7 +81,7 @@ def reason_of_difference(
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any], seed: int, other_seed: int) -> tuple[list[Any], nn.Module]:
     """What a forward of a copy returns, with torch's generators and all others so seeded; and that copy."""
-    used = copy.deepcopy(model)
+    used = copied(model)
     with all_restored(generators_in_use()), torch.no_grad():
         torch.manual_seed(seed)
         random.seed(other_seed)
@@ -115,7 +115,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _loss(model: nn.Module, inputs: Mapping[str, Any], loss_of: LossOf) -> float:
     with torch.no_grad():
-        return float(loss_of(copy.deepcopy(model), inputs))
+        return float(loss_of(copied(model), inputs))
 
 
 def near(one: float, other: float) -> bool:

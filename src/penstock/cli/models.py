@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,13 @@ Model = Annotated[
         "own.",
     ),
 ]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="SCRIPT.py:NAME of a batch (the model's arguments by name), or of a function that returns one; otherwise "
+        "inputs are made up."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the code in files beside a checkpoint's configuration.")
@@ -40,13 +47,14 @@ TrustRemoteCode = Annotated[
 def check(
     model: Model,
     stages: Annotated[int | None, typer.Option(min=1, help="Also show how so many stages share the units.")] = None,
+    inputs: Inputs = None,
     as_json: AsJson = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Say whether a model can be split, into which units, what crosses each boundary, what is tied; or why not.
 
     Loads no weights and computes nothing: whether the model is exact over stages is what `penstock verify` says. The
-    status is 0 if the model can be split and 1 if not.
+    status is 0 if the model can be split, and 1 if not, or if that is not known without --inputs.
 
     Example: penstock check GPT2LMHeadModel --stages 4
     """
@@ -54,7 +62,7 @@ def check(
         from penstock.checking.check import check as check_model
         from penstock.layout.partition import partition, split_into
 
-        report = check_model(subject_of(model), trust_remote_code=trust_remote_code)
+        report = check_model(subject_of(model, inputs), trust_remote_code=trust_remote_code)
     rows: list[dict[str, Any]] = []
     if stages is not None and report.units:
         sizes = partition([unit.cost for unit in report.units], [1.0] * stages).sizes
@@ -73,10 +81,8 @@ def check(
 
 def verify(
     model: Model,
-    batch: Annotated[
-        str | None,
-        typer.Option(help="SCRIPT.py:NAME of a batch, or of a function that returns one; otherwise one is made up."),
-    ] = None,
+    inputs: Inputs = None,
+    batch: Annotated[str | None, typer.Option(hidden=True)] = None,
     criterion: Annotated[
         str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
     ] = None,
@@ -97,17 +103,23 @@ def verify(
     It runs in processes on this machine's CPU, in double precision, without dropout. The status is 0 if everything is
     exact, or exact against accumulation where a warning says so in training too, and 1 otherwise.
 
-    Example: penstock verify script.py:make_model --batch script.py:make_batch
+    Example: penstock verify script.py:make_model --inputs script.py:make_batch
     """
+    import torch
+
     from penstock.checking.verify import verify as verify_model
 
     keys = {"pipeline_parallel_size": stages, "num_microbatches": microbatches}
     given = {name: value for name, value in keys.items() if value is not None}
     if config is not None and given:
         raise ValueError(f"--config says it all: leave out what stands for {', '.join(given)}")
+    if batch is not None:
+        Console(stderr=True).print("warning: --batch is now --inputs, as in the other commands", highlight=False)
+        inputs = inputs or batch
+    make = named(model) if ":" in model else subject_of(model)
     found = verify_model(
-        named(model) if ":" in model else subject_of(model),
-        None if batch is None else named(batch),
+        (lambda: make) if isinstance(make, torch.nn.Module) else make,
+        None if inputs is None else named(inputs),
         config=config or {"pipeline_parallel_size": 2, **given},
         criterion=None if criterion is None else named(criterion),
         steps=steps,
@@ -130,14 +142,10 @@ def waiting(text: str) -> Iterator[None]:
 
 def subject_of(model: str, inputs: str | None = None) -> Any:
     """What MODEL_OR_CLASS means: an own model or class, one of diffusers, or a name; with `inputs` it is a model."""
-    import torch
     import transformers
 
     if ":" in model:
-        found = named(model)
-        if callable(found) and not isinstance(found, type):
-            with torch.device("meta"):
-                found = found()
+        found = _made(model)
     elif (found := _of_diffusers(model)) is None:
         found = model
         if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):
@@ -146,13 +154,39 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
             close = difflib.get_close_matches(model, dir(transformers), n=1, cutoff=0.8)
             raise ValueError(f"transformers has no class {model}" + (f"; did you mean {close[0]}?" if close else ""))
     if inputs is not None:
-        from penstock.checking.check import build_on_meta
-        from penstock.modeling.instrumentation import record_of
+        from torch import nn
 
-        given = named(inputs)
-        found = found if isinstance(found, torch.nn.Module) else build_on_meta(found)
-        record_of(found).example_inputs = given() if callable(given) else given
+        from penstock.checking.check import build_on_meta
+        from penstock.checking.reasons import taken
+        from penstock.form import remember_example_inputs
+
+        given: Any = named(inputs)
+        given = given() if callable(given) else given
+        found = found if isinstance(found, nn.Module) else build_on_meta(found)
+        # What the forward does not take is for a criterion.
+        remember_example_inputs(found, taken(found, given) if isinstance(given, Mapping) else given)
     return found
+
+
+def _made(reference: str) -> Any:
+    """A model of the user's own, made by a function or a class, without memory for its weights where its code allows
+    it; or a class of transformers, which has a configuration."""
+    import torch
+    from transformers import PreTrainedModel
+
+    found = named(reference)
+    own_class = (
+        isinstance(found, type) and issubclass(found, torch.nn.Module) and not issubclass(found, PreTrainedModel)
+    )
+    if isinstance(found, torch.nn.Module) or not (callable(found) and (own_class or not isinstance(found, type))):
+        return found
+    with suppress(Exception), torch.device("meta"):  # a constructor may compute with numbers
+        return found()
+    try:
+        return found()
+    except Exception as error:
+        advice = ": name a function without arguments that returns the model" if own_class else ""
+        raise ValueError(f"{reference} does not make a model: {type(error).__name__}: {error}{advice}") from error
 
 
 def _of_diffusers(name: str) -> Any:

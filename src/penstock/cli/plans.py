@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.models import Model, subject_of, waiting
+from penstock.cli.models import Inputs, Model, subject_of, waiting
 from penstock.schedule.names import AUTO, schedule_names
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from penstock.planning.fit import Recipe
 
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option(help="Type of weights and activations: float32, bfloat16 or float16.")]
+Dtype = Annotated[str, typer.Option(help="Type of weights and activations: fp32, bf16 or fp16, or torch's names.")]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
 STATES = {"adam": 2, "sgd": 0}
 Chunk = Annotated[int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as in the run.")]
@@ -31,12 +33,15 @@ Quantization = Annotated[
     str | None, typer.Option(help="A frozen base in nf4, nf4-double, fp4 or int8, with --lora-rank.")
 ]
 Rank = Annotated[int | None, typer.Option(min=1, help="Train adapters of this rank on all linear layers, frozen.")]
-Inputs = Annotated[
+# As the configuration and as the plugin write it, and as they were called once.
+MICROBATCH = ("--micro-batch-size", "--microbatch-size")
+OF_INPUTS = "Samples in a microbatch (default: as many as --inputs have, or {})."
+Speed = Annotated[
+    str | None, typer.Option(help="Speed of devices relative to each other: a100=1,t4=0.2 (default: data sheets).")
+]
+Memory = Annotated[
     str | None,
-    typer.Option(
-        help="SCRIPT.py:NAME of a forward's inputs for a microbatch, or of a function that returns them, where a model "
-        "takes no sequences of --length: one of diffusers, or your own."
-    ),
+    typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of it)."),
 ]
 
 
@@ -49,7 +54,7 @@ def describe(
             "microbatches, where the schedule puts several stages on a rank.)"
         ),
     ],
-    microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in a microbatch.")] = 1,
+    microbatch_size: Annotated[int, typer.Option(*MICROBATCH, min=1, help="Samples in a microbatch.")] = 1,
     schedule: Annotated[str, typer.Option(help=f"Schedule of every pipeline: {', '.join(schedule_names())}.")] = AUTO,
     plot: Annotated[Path | None, typer.Option(help="Draw the layout and a step's timeline to this .svg file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the layout as JSON.")] = False,
@@ -77,7 +82,7 @@ def describe(
 
 def profile(
     model: Model,
-    batch: Annotated[int, typer.Option("--microbatch-size", "--batch", min=1, help="Samples in a microbatch.")] = 1,
+    batch: Annotated[int | None, typer.Option(*MICROBATCH, "--batch", min=1, help=OF_INPUTS.format(1))] = None,
     length: Length = 128,
     inputs: Inputs = None,
     dtype: Dtype = "float32",
@@ -111,8 +116,9 @@ def profile(
     if rank == 0:
         with waiting("measuring"):
             where = torch.device(device) if device else local_device()
+            whole, batch = _model(model, inputs, batch, 1, dtype)
             found = profile_model(
-                _model(model, inputs, batch, dtype), batch, length, device=where, optimizer_states=_states(optimizer),
+                whole, batch, length, device=where, optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
             found = replace(found, inside=inside, between=between)
@@ -130,20 +136,17 @@ def profile(
 def plan(
     model: Model,
     devices: Annotated[str, typer.Option(help="How many devices, or how many of each class: 7, or a100:4,t4:3.")] = "1",
-    memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of it)."),
-    ] = None,
-    speed: Annotated[
-        str | None, typer.Option(help="Speed relative to the profile's device: a100=1,t4=0.2 (default: data sheets).")
-    ] = None,
+    memory: Memory = None,
+    speed: Speed = None,
     global_batch: Annotated[
-        int,
-        typer.Option("--global-batch-size", "--global-batch", min=1, help="Samples in a step, over all pipelines."),
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--global-batch-size", "--global-batch", min=1, help="Samples in a step, over all pipelines (default: 64)."
+        ),
+    ] = None,
     microbatch: Annotated[
-        int, typer.Option("--microbatch-size", "--microbatch", min=1, help="Samples in a microbatch.")
-    ] = 4,
+        int | None, typer.Option(*MICROBATCH, "--microbatch", min=1, help=OF_INPUTS.format(4))
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated).")] = None,
     length: Length = 128,
     inputs: Inputs = None,
@@ -174,14 +177,15 @@ def plan(
         from penstock.pictures.timeline import write_timeline
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
         from penstock.planning.plan import SCHEDULES, Job
-        from penstock.planning.planner import best_of, equal_pipelines, shares_of
+        from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
         from penstock.planning.profiling import profile_model
         from penstock.planning.report import plan_data, plans_table
 
         classes = parse_devices(devices, memory, speed)
         if checkpointing not in CHECKPOINTING:
-            raise ValueError(f"--checkpointing must be one of {', '.join(CHECKPOINTING)}, but is {checkpointing!r}")
+            known = " or ".join(f"--checkpointing {name}" for name in CHECKPOINTING)
+            raise ValueError(f"{checkpointing!r} is no way to recompute activations: give {known}")
         if profile is not None:
             if quantization or lora_rank or loss_chunk_tokens:
                 raise ValueError(
@@ -189,14 +193,17 @@ def plan(
                     "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
                 )
             found = Profile.read(profile)
-            if found.about.get("microbatch", microbatch) != microbatch:
+            measured = int(found.about.get("microbatch", microbatch or 4))
+            if microbatch not in (None, measured):
                 raise ValueError(
-                    f"{profile} was measured with microbatches of {found.about['microbatch']}: give --microbatch-size "
-                    f"{found.about['microbatch']}, or measure again"
+                    f"{profile} was measured with microbatches of {measured}: give --micro-batch-size {measured}, or "
+                    "measure again"
                 )
+            microbatch = measured
         else:
+            whole, microbatch = _model(model, inputs, microbatch, 4, dtype, quantization, lora_rank)
             found = profile_model(
-                _model(model, inputs, microbatch, dtype, quantization, lora_rank), microbatch, length,
+                whole, microbatch, length,
                 operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
@@ -205,10 +212,16 @@ def plan(
         links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
         cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
         names = SCHEDULES if schedule == "auto" else (schedule,)
-        job = Job(found, cluster, _microbatches(global_batch, microbatch), copies, schedules=names)
+        job = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)
-        plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
+        try:
+            plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
+        except Infeasible as error:
+            with suppress(Infeasible):
+                if checkpointing == "none" and best_of([replace(job, checkpointing=True)], 1):
+                    raise ValueError(f"{error}. It fits with --checkpointing all") from error
+            raise
         job = plans[0].job
         if job.checkpointing == "stages":
             job = replace(job, checkpointing=True)
@@ -223,58 +236,80 @@ def plan(
             print(f"drawn to {path}")
 
 
-def _microbatches(global_batch: int, microbatch: int) -> int:
-    if global_batch % microbatch:
-        raise ValueError(f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}")
-    return global_batch // microbatch
+def _microbatches(global_batch: int | None, microbatch: int, usual: int) -> int:
+    """How many a step has: those of the `usual` number of samples, or a little more, if none is given."""
+    if global_batch is not None and global_batch % microbatch:
+        raise ValueError(
+            f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}: give "
+            f"--global-batch-size {-(-global_batch // microbatch) * microbatch}, or another --micro-batch-size"
+        )
+    return -(-(global_batch or usual) // microbatch)
 
 
 def _model(
-    name: str, inputs: str | None, microbatch: int, dtype: str, quantization: str | None = None, rank: int | None = None
-) -> nn.Module:
-    """The user's MODEL; one that is named is of this type; with a packed base and adapters."""
+    name: str,
+    inputs: str | None,
+    microbatch: int | None,
+    usual: int,
+    dtype: str,
+    quantization: str | None = None,
+    rank: int | None = None,
+) -> tuple[nn.Module, int]:
+    """The user's MODEL, and the samples of a microbatch: those given, those of its inputs, or the `usual` number. One
+    that is named is of this type; with a packed base and adapters."""
     from torch import nn
 
     from penstock.checking.check import build_on_meta
     from penstock.integrations.packed_layers import adapt, pack
     from penstock.modeling.instrumentation import known_of
+    from penstock.nested import named_tensors
 
     if rank is None and quantization is not None:
-        raise ValueError("--quantization needs --lora-rank: packed weights are not trained, adapters on them are")
+        raise ValueError("--quantization needs --lora-rank 16: packed weights are not trained, adapters on them are")
     kind, subject = _dtype(dtype), subject_of(name, inputs)
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
     if ":" not in name:
         nn.Module.to(model, kind)  # models of diffusers warn of it
-    given = known_of(model).example_inputs
-    if given is not None and microbatch not in {len(one) for one in given.values() if hasattr(one, "shape")}:
-        raise ValueError(
-            f"the inputs are those of a microbatch, but none of them has {microbatch} samples: give --microbatch-size"
-        )
+    samples = usual if microbatch is None else microbatch
+    if (given := known_of(model).example_inputs) is not None:
+        sizes = list(dict.fromkeys(len(one) for one in named_tensors(given).values() if one.dim()))
+        if microbatch is None and sizes:
+            samples = sizes[0]
+        elif samples not in sizes:
+            raise ValueError(
+                f"--inputs are those of a microbatch, but none of them has {samples} samples: leave --micro-batch-size "
+                f"out, or give --micro-batch-size {sizes[0] if sizes else 1}"
+            )
     if rank is not None:
         adapt(model, rank)
     if quantization is not None:
         pack(model, quantization)
-    return model
+    return model, samples
 
 
 def _fastest(names: list[str]) -> float:
-    """Operations per second of the fastest of these devices, to which speeds are relative."""
-    from penstock.planning.cluster import KNOWN_DEVICES
+    """Operations per second of the fastest of these devices, to which speeds are relative; of an A100 if none is
+    known."""
+    from penstock.planning.cluster import operations_of
 
-    return max((KNOWN_DEVICES[name][0] for name in names if name in KNOWN_DEVICES), default=312e12)
+    return max(filter(None, map(operations_of, names)), default=312e12)
 
 
 def fit(
     model: Model,
     devices: Annotated[str, typer.Option(help="How many devices, or how many of each class: 3090:3.")] = "1",
-    memory: Annotated[str | None, typer.Option(help="Memory of each device for the run: 24GB.")] = None,
+    memory: Memory = None,
+    speed: Speed = None,
     length: Length = 2048,
     inputs: Inputs = None,
-    microbatch: Annotated[int, typer.Option("--micro-batch-size", "--microbatch-size", min=1)] = 1,
-    global_batch: Annotated[int, typer.Option("--global-batch-size", min=1, help="Samples in a step.")] = 16,
+    microbatch: Annotated[int | None, typer.Option(*MICROBATCH, min=1, help=OF_INPUTS.format(1))] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch-size", min=1, help="Samples in a step (default: 16).")
+    ] = None,
     lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank, on a plain base and in 4 bits.")
     ] = None,
+    every_way: Annotated[bool, typer.Option("--all", help="Show each way with and without what saves memory.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of the best way's devices: .svg, .png.")] = None,
 ) -> None:
     """Does a model fit on these devices, and what must be switched on? From its configuration alone.
@@ -282,24 +317,28 @@ def fit(
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
     with waiting("following the model"):
-        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, WITHOUT_BFLOAT16, Cluster, parse_devices
+        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, operations_of, parse_devices
         from penstock.planning.fit import profiles_of, ways
         from penstock.planning.report import draw_memory, fit_text
 
-        classes = parse_devices(devices, memory)
-        num_microbatches = _microbatches(global_batch, microbatch)
+        classes = parse_devices(devices, memory, speed)
         cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
         fastest = _fastest([kind.name for kind in classes])
-        subject = _model(model, inputs, microbatch, "float32")
+        subject, microbatch = _model(model, inputs, microbatch, 1, "float32")
+        num_microbatches = _microbatches(global_batch, microbatch, 16)
         sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
-        on = f"{devices} devices as fast as an A100" if devices.isdigit() else devices
+        on = f"{devices} devices" if devices.isdigit() else devices
+        on += " as fast as an A100" * (not any(operations_of(kind.name) for kind in classes))
         about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
-        without = sorted({kind.name for kind in classes} & WITHOUT_BFLOAT16)
+        without = sorted(kind.name for kind in classes if not kind.has_bfloat16)
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest)
         found = ways(profiles, cluster, num_microbatches)
-    print(fit_text(found, about, global_batch, microbatch, None if inputs else length, checkpointing))
+    samples = num_microbatches * microbatch
+    if lora_rank is None and not any(way.plan for way in found):
+        about += "; adapters may fit (--lora-rank 16)"
+    print(fit_text(found, about, samples, None if inputs else length, checkpointing, every_way))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 
@@ -326,7 +365,9 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
         lines = (config,) if bfloat16 else (config, "torch.amp.GradScaler(), as gradients of float16 underflow")
         recipes += [
             Recipe(f"LoRA {lora_rank}", half, lines, change=lambda model: adapt(model, lora_rank)),
-            Recipe(f"nf4, LoRA {lora_rank}", half, (four, *lines), change=lambda model: pack(model, "nf4")),
+            Recipe(
+                f"nf4, LoRA {lora_rank}", half, (four, *lines), packed=True, change=lambda model: pack(model, "nf4")
+            ),
         ]
     return recipes
 
@@ -334,8 +375,11 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
 def _dtype(name: str) -> Any:
     import torch
 
-    if not isinstance(found := getattr(torch, name, None), torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype must be float32, bfloat16 or float16, but is {name!r}")
+    found = getattr(torch, DTYPES.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"--dtype must be fp32, bf16, fp16 or one of torch's names, but is {name!r}: give --dtype bf16"
+        )
     return found
 
 

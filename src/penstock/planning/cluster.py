@@ -26,11 +26,37 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "a10": (125e12, 24e9),
     "v100": (125e12, 16e9),
     "t4": (65e12, 16e9),
+    # GeForce, with sums in 32 bits: cores x boost clock x 4, as in the white papers of GA102, AD102 and GB202.
+    "5090": (210e12, 32e9),
+    "5080": (113e12, 16e9),
+    "5070ti": (88e12, 16e9),
+    "5070": (62e12, 12e9),
+    "5060ti": (47e12, 8e9),
+    "5060ti-16gb": (47e12, 16e9),
+    "5060": (38e12, 8e9),
+    "5050": (26e12, 8e9),
     "4090": (165e12, 24e9),
+    "4080super": (104e12, 16e9),
+    "4080": (97e12, 16e9),
+    "4070tisuper": (88e12, 16e9),
+    "4070ti": (80e12, 12e9),
+    "4070super": (71e12, 12e9),
+    "4070": (58e12, 12e9),
+    "4060ti": (44e12, 8e9),
+    "4060ti-16gb": (44e12, 16e9),
+    "4060": (30e12, 8e9),
+    "3090ti": (80e12, 24e9),
     "3090": (71e12, 24e9),
+    "3080ti": (68e12, 12e9),
+    "3080-12gb": (61e12, 12e9),
+    "3080": (60e12, 10e9),
+    "3070ti": (43e12, 8e9),
+    "3070": (41e12, 8e9),
+    "3060ti": (32e12, 8e9),
+    "3060": (25e12, 12e9),
+    "3050": (18e12, 8e9),
 }
-# Of these, those that do not compute in bfloat16.
-WITHOUT_BFLOAT16 = frozenset({"v100", "t4"})
+_WITHOUT_BFLOAT16 = frozenset({"v100", "t4"})
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,10 @@ class DeviceClass:
     count: int
     speed: float = 1.0  # a stage takes (its time in the profile) / speed
     memory: float = math.inf  # bytes that a run may use on each
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return _plain(self.name) not in _WITHOUT_BFLOAT16
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.speed > 0 or not self.memory > 0:
@@ -100,13 +130,26 @@ class Cluster:
         return self.inside if same else self.between
 
 
+def _plain(name: str) -> str:
+    """A name without what people write it with: `RTX-4070-Ti` is `4070ti`."""
+    return re.sub(r"[-_.]|geforce|nvidia|rtx", "", name.lower())
+
+
+_KNOWN = {_plain(name): figures for name, figures in KNOWN_DEVICES.items()}
+
+
+def operations_of(name: str) -> float | None:
+    """Operations per second of a known device."""
+    return _KNOWN[_plain(name)][0] if _plain(name) in _KNOWN else None
+
+
 def parse_devices(text: str, memory: str | None = None, speed: str | None = None) -> tuple[DeviceClass, ...]:
     """Classes of devices from `7`, `a100:4,t4:3`.
 
     Args:
         memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default nine tenths of a known device's, else no limit.
         speed: `a100=1,t4=0.2`: relative to the device of the profile; by default by the known devices' operations per
-            second, relative to the fastest.
+            second, relative to the fastest known one. A device of none is as fast as an A100.
     """
     counts: dict[str, int] = {}
     for part in text.split(","):
@@ -117,23 +160,23 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
         counts[name] = counts.get(name, 0) + int(match[2])
     if (total := sum(counts.values())) > MAX_DEVICES:
         raise ValueError(f"there are {total:,} devices in {text!r}, and the planner looks at {MAX_DEVICES:,} at most")
-    known = {name: KNOWN_DEVICES[name] for name in counts if name in KNOWN_DEVICES}
+    known = {name: _KNOWN[_plain(name)] for name in counts if _plain(name) in _KNOWN}
     fastest = max((operations for operations, _ in known.values()), default=1.0)
     limits = {name: USABLE * size for name, (_, size) in known.items()}
-    limits |= {name: parse_bytes(value) for name, value in _per_class("memory", memory, counts).items()}
+    memories, own_speeds = _per_class("memory", memory, counts), _per_class("speed", speed, counts)
+    limits |= {name: parse_bytes(value) for name, value in memories.items()}
     speeds = {name: operations / fastest for name, (operations, _) in known.items()}
-    speeds |= {name: _positive(value) for name, value in _per_class("speed", speed, counts).items()}
+    speeds |= {name: _positive(value) for name, value in own_speeds.items()}
     unknown = [name for name in counts if name not in speeds]
-    if unknown and len(counts) > 1:
-        raise ValueError(
-            f"how fast is {unknown[0]}? Known are {', '.join(KNOWN_DEVICES)}; for others give the speed relative to "
-            f"the profile's device: --speed {unknown[0]}=0.5"
-        )
-    if unknown and unknown[0] not in {"device", *limits}:
+    unlimited = [name for name in unknown if name not in {"device", *limits}]
+    if unknown and (len(counts) > 1 or unlimited):
         near = get_close_matches(unknown[0], KNOWN_DEVICES, n=3) or KNOWN_DEVICES
+        said = f"how fast is {unknown[0]}?" if len(counts) > 1 else f"no known device is called {unknown[0]}."
+        lacking = [_options("--speed", own_speeds, unknown, "0.5")] if len(counts) > 1 else []
+        lacking += [_options("--memory", memories, unlimited, "24GB")] if unlimited else []
         raise ValueError(
-            f"no known device is called {unknown[0]}; nearest are {', '.join(near)}. Of another device give the "
-            f"memory: --memory {unknown[0]}=24GB"
+            f"{said} Known are {', '.join(near)}. Of another give {' '.join(lacking)}, with its own numbers; speeds "
+            f"are relative to {max(known, key=known.__getitem__) if known else 'each other'}"
         )
     return tuple(
         DeviceClass(name, count, speeds.get(name, 1.0), limits.get(name, math.inf)) for name, count in counts.items()
@@ -149,6 +192,13 @@ def parse_nodes(text: str) -> tuple[int, ...]:
             raise ValueError(f"nodes are written like 2x4 (two nodes of four devices) or 4,8, but {text!r} is not")
         sizes += [int(match[2])] * int(match[1] or 1)
     return tuple(sizes)
+
+
+def _options(option: str, given: dict[str, str], lacking: list[str], example: str) -> str:
+    """An option as it was given, with an example for what is lacking."""
+    return f"{option} " + ",".join(
+        f"{name}={value}" for name, value in {**given, **dict.fromkeys(lacking, example)}.items()
+    )
 
 
 def _per_class(what: str, text: str | None, names: dict[str, int]) -> dict[str, str]:

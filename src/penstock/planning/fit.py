@@ -29,6 +29,7 @@ class Recipe:
     lines: tuple[str, ...] = ()  # what to write for it
     states: float = 2  # as `optimizer_states` of `profile_model`
     sharded: bool = False  # whether the holders of a parameter divide its optimizer's state
+    packed: bool = False  # whether a frozen base is unpacked for each product, which takes time that is not counted
     # What is done to the model, which the recipes before it have changed already.
     change: Callable[[nn.Module], None] | None = None
 
@@ -126,8 +127,10 @@ def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
 
 
 def best(found: Sequence[Way]) -> Way | None:
-    """The first of the fastest that fit: what changes the model least comes first."""
+    """The first of the fastest that fit: what changes the model least comes first. A packed base only if no other
+    fits, as it is slower than predicted."""
     fitting = [way for way in found if way.plan is not None]
+    fitting = [way for way in fitting if not way.recipe.packed] or fitting
     return min(fitting, key=lambda way: way.plan.seconds if way.plan else 0.0, default=None)
 
 

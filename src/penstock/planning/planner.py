@@ -148,7 +148,7 @@ def explain(job: Job) -> Infeasible:
         sizes = ", ".join(f"{readable(factor * kind.memory)} instead of {readable(kind.memory)}" for kind in classes)
         return Infeasible(
             f"no plan: no split of {len(parts)} parts over {job.cluster.size} devices fits; it would with "
-            f"{factor:.3g} times the memory on each device ({sizes}), more devices, or --checkpointing all"
+            f"{factor:.3g} times the memory on each device ({sizes}), more devices, or recomputed activations"
         )
     if job.num_microbatches < (copies := job.least_pipelines):
         return Infeasible(

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock.checking.check import BoundaryReport, boundary_before
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
-from penstock.modeling.graph.dummy_inputs import dtype_of, dummy_inputs
+from penstock.modeling.graph.dummy_inputs import InputsNeeded, dtype_of, dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Untraceable
@@ -158,10 +158,10 @@ def follow(model: nn.Module, batch: int, length: int) -> Followed:
         assert isinstance(recorder, _Recorder)
         boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
         return Followed(names, recorder.calls, boundaries, {}, inputs)
-    if not isinstance(failure, NotImplementedError):
-        failure = refusal(model, f"{type(failure).__name__}: {failure}")
     if known_of(model).example_inputs is None and not isinstance(model, PreTrainedModel):
-        raise NotImplementedError(f"{failure} Its inputs were guessed: give them, as --inputs of the command")
+        raise InputsNeeded(model, str(failure)) from failure
+    if not isinstance(failure, (NotImplementedError, ValueError)):
+        failure = refusal(model, f"{type(failure).__name__}: {failure}")
     raise failure
 
 

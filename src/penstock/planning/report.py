@@ -6,7 +6,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from rich.table import Column, Table
 
 from penstock.layout.announce import compact
-from penstock.pictures.tables import as_text
+from penstock.pictures.tables import WIDTH, as_text
 from penstock.planning.fit import Way, best, nearest
 from penstock.planning.memory import readable, unit_of
 from penstock.planning.plan import Plan
@@ -50,31 +51,104 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
         )
     first = plans[0]
     details = f"The first of them sends {readable(first.bytes_on_links)} a step. Its pipelines:"
-    return as_text(summary, *words, details, *_pipelines(first))
+    return f"{as_text(summary, *words, details, *_pipelines(first))}\n{to_paste(first)}"
+
+
+def section_of(plan: Plan) -> dict[str, Any] | None:
+    """A plan as the configuration of `initialize`; None if its pipelines differ, in which the plugin forms them."""
+    stages = [(pipeline.stage_names, pipeline.schedule.num_microbatches) for pipeline in plan.pipelines]
+    if any(one != stages[0] for one in stages):
+        return None
+    first, about = plan.pipelines[0], plan.job.profile.about
+    section: dict[str, Any] = {"pipeline_parallel_size": len(first.devices)}
+    if "microbatch" in about:
+        section["micro_batch_size"] = about["microbatch"]
+    if plan.job.sharded:
+        section["sharded_optimizer"] = True
+    if "loss_chunk_tokens" in about:
+        section["loss_chunk_tokens"] = about["loss_chunk_tokens"]
+    if len(first.stages) > 1:
+        section["split_points"] = [units[0] for units in first.stage_names[1:]]
+        section["schedule"] = first.schedule.name
+    return {"model_parallelism": section}
+
+
+def code_of(plan: Plan) -> str:
+    """A plan as calls of the plugin."""
+    about, named = plan.job.profile.about, {"microbatch": "microbatch_size", "loss_chunk_tokens": "loss_chunk_tokens"}
+    options = [f"{option}={about[key]}" for key, option in named.items() if key in about]
+    names: dict[tuple[tuple[str, ...], ...], str] = {}
+    lines, schedules = ["modules = PipelineTemplate.get_modules(model)"], {}
+    for pipeline in plan.pipelines:
+        key = tuple(map(tuple, pipeline.stage_names))
+        if key in names:
+            continue
+        name = names[key] = f"template_{len(names)}"
+        ends = list(accumulate(map(len, key)))
+        bounds = [
+            f"{'' if begin == 0 else begin}:{'' if end == ends[-1] else end}" for begin, end in pairwise([0, *ends])
+        ]
+        lines += [f'{name} = PipelineTemplate("{plan.job.profile.model}", [']
+        lines += [f"    modules[{each}]," for each in bounds]
+        lines += ["])"]
+        schedules[name] = pipeline.schedule.name
+    every = ", ".join(f'{name}: "{schedule}"' for name, schedule in schedules.items())
+    options += [f"schedule={{{every}}}"]
+    options += ["sharded_optimizer=True"] * bool(plan.job.sharded)
+    lines += ["plugin = HeterogeneousParallelPlugin(", *(f"    {option}," for option in options), ")"]
+    placed = [names[tuple(map(tuple, pipeline.stage_names))] for pipeline in plan.pipelines]
+    counts = [pipeline.schedule.num_microbatches for pipeline in plan.pipelines]
+    lines += ["plugin.set_pipelines(", f"    [{', '.join(placed)}],", f"    {counts},", ")"]
+    return "\n".join(lines)
+
+
+def to_paste(plan: Plan) -> str:
+    """How to have a plan run: on which devices, and the configuration, or code where pipelines differ."""
+    cluster, section = plan.job.cluster, section_of(plan)
+    lines = []
+    if len(cluster.classes) > 1:
+        runs = [(kind, len(list(those))) for kind, those in groupby(cluster.kind_of(one).name for one in plan.devices)]
+        order = ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in runs)
+        lines.append(
+            as_text(
+                f"The devices from rank 0 on: {order}. A machine's ranks take its devices in the "
+                "order of CUDA_VISIBLE_DEVICES; without it CUDA puts the fastest first."
+            )
+        )
+    if section is None:
+        return "\n".join([*lines, "The pipelines differ, so HeterogeneousParallelPlugin forms them:", code_of(plan)])
+    flat = json.dumps(section)
+    return "\n".join([*lines, flat if len(flat) <= WIDTH else json.dumps(section, indent=1)])
 
 
 # The parts of a device's memory, as columns.
 SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
 
 
-def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, tokens: int | None, enable: str) -> str:
-    """The verdict, a row for each way, and the configuration of the best.
+def fit_text(
+    found: Sequence[Way], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
+) -> str:
+    """The verdict, a row for each recipe or for every way, the devices, and the configuration of the best.
 
     Args:
         tokens: of a sample, of which a step has so many `samples`; None if it is no sequence of them.
         enable: the model's method that has activations recomputed.
     """
     chosen = best(found)
-    parts = [way.parts() for way in found]
+    of_recipes = [list(those) for _, those in groupby(found, attrgetter("recipe"))]
+    shown = found if every_way else [best(those) or nearest(those) for those in of_recipes]
+    parts = [way.parts() for way in shown]
     unit, scale = unit_of(max(max(one.values()) for one in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in SHORT),
         Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
-        title=f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens",
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
-    for way, own in zip(found, parts, strict=True):
+    title = f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens"
+    title += "; sharded: replicas divide the optimizer's state" * any(way.recipe.sharded for way in shown)
+    title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
+    for way, own in zip(shown, parts, strict=True):
         sizes = [f"{size / scale:.2f}" for size in own.values()]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
@@ -83,24 +157,15 @@ def fit_text(found: Sequence[Way], about: str, samples: int, microbatch: int, to
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
     if chosen is None or chosen.plan is None:
         least = nearest(found)
-        return as_text(f"It does not fit in any of these ways. Nearest is {least.recipe.name}: {least.reason}", table)
+        verdict = f"It does not fit in any of these ways. Nearest is {least.recipe.name}: {least.reason}"
+        return as_text(verdict, title, table)
     plan = chosen.plan
-    verdict = f"It fits: {chosen.recipe.name}" + ", activations recomputed" * chosen.checkpointing
+    limited = all(math.isfinite(kind.memory) for kind in plan.job.cluster.classes)
+    verdict = "It fits: " if limited else "Without a limit of memory (--memory 24GB) the fastest is: "
+    verdict += chosen.recipe.name + ", activations recomputed" * chosen.checkpointing
     verdict += ", loss in chunks" * (chosen.loss_chunk_tokens is not None)
     verdict += f", {shape_of(plan)} (ranks x microbatches); the fullest device needs {readable(plan.fullest[1].total)}."
-    section: dict[str, Any] = {"pipeline_parallel_size": len(plan.pipelines[0].devices), "micro_batch_size": microbatch}
-    if chosen.recipe.sharded:
-        section["sharded_optimizer"] = True
-    if chosen.loss_chunk_tokens:
-        section["loss_chunk_tokens"] = chosen.loss_chunk_tokens
-    stages = [pipeline.stage_names for pipeline in plan.pipelines]
-    if any(one != stages[0] for one in stages):
-        more = "The pipelines differ: HeterogeneousParallelPlugin forms them, see penstock plan."
-        return f"{as_text(verdict, table)}\n{more}"
-    if len(stages[0]) > 1:
-        section["split_points"] = [names[0] for names in stages[0][1:]]
-        section["schedule"] = plan.pipelines[0].schedule.name
-    lines = [as_text(verdict, table), json.dumps({"model_parallelism": section})]
+    lines = [as_text(verdict, title, table, *_pipelines(plan)), to_paste(plan)]
     lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)
     lines += [f"model.{enable}()"] * chosen.checkpointing
     lines += chosen.recipe.lines
@@ -214,6 +279,8 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
         "seconds": plan.seconds,
         "bubble": plan.bubble,
         "bytes on links": plan.bytes_on_links,
+        "configuration": section_of(plan),
+        "code": code_of(plan),
         "speed over equal pipelines": None if equal is None else equal.seconds / plan.seconds,
         "pipelines": pipelines,
     }

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import known_of
+from penstock.nested import map_tensors
 
 BATCH = 2
 TOKENS = 8
@@ -25,6 +26,20 @@ MOST_TOKENS = 4096
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
 # Entries of configurations that say how many features a moment of sound has.
 FEATURES_OF_SOUND = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
+# Layers that say what they take.
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+FIRST_LAYERS = (nn.Embedding, nn.Linear, *CONVOLUTIONS)
+
+
+class InputsNeeded(NotImplementedError):
+    """The forward of a model fails on inputs that were guessed: whether the model can be split is not known."""
+
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"what {type(model).__name__}.forward() takes was guessed, and it fails so ({reason}): give some as "
+            "example_inputs, in a command as --inputs SCRIPT.py:NAME, or as an attribute dummy_inputs of the model"
+        )
 
 
 def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> Iterator[dict[str, Any]]:
@@ -41,10 +56,9 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
     own = getattr(type(model), "dummy_inputs", vars(model).get("dummy_inputs"))
     if own is not None and own is not PreTrainedModel.dummy_inputs:
         with contextlib.suppress(Exception):  # nothing uses some of them, and a few are broken
-            inputs = dict(cast(Any, model.dummy_inputs))
-            # Made on the model's device: of a model on the meta device they have no values.
-            if not any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs.values()):
-                yield inputs
+            yield {
+                name: map_tensors(_with_values, name, value) for name, value in cast(Any, model.dummy_inputs).items()
+            }
     plain = _guess(model, batch, tokens)
     if not isinstance(model, PreTrainedModel):
         yield from _for_first_layer(model, plain, batch, tokens)
@@ -82,6 +96,24 @@ def dummy_inputs(model: nn.Module, batch: int = BATCH, tokens: int = TOKENS) -> 
         yield _guess(model, 1, tokens)
 
 
+def _with_values(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What a model on the meta device makes as its inputs has no values: ones may be ids, masks and numbers."""
+    return torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor
+
+
+class InputsError(ValueError):
+    """The inputs given are not those of the model's forward."""
+
+
+def refuse_arguments(model: nn.Module, inputs: Mapping[str, Any], signature: inspect.Signature | None = None) -> None:
+    """Raise InputsError if the model's forward, which has this `signature`, does not take these arguments."""
+    try:
+        (signature or inspect.signature(model.forward)).bind(**inputs)
+    except TypeError as error:
+        given = ", ".join(inputs) or "none"
+        raise InputsError(f"{type(model).__name__}.forward() {error}; the inputs given are {given}") from None
+
+
 def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call, those by position under the names that the model's forward has for them."""
     parameters = inspect.signature(model.forward).parameters.values()
@@ -103,19 +135,19 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _for_first_layer(model: nn.Module, plain: Mapping[str, Any], batch: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Guesses for the one argument whose name says nothing (`x`), by what the first layer with parameters takes."""
+    """Guesses for the one argument whose name says nothing (`x`), by what the first layer that says so takes."""
     needed = _needed(inspect.signature(model.forward).parameters)
     unknown = [name for name in needed if name not in plain] if len(needed) > 1 else [*needed]
     if len(unknown) != 1:
         return
     dtype = dtype_of(model)
-    first = next((module for module in model.modules() if any(True for _ in module.parameters(recurse=False))), None)
+    first = next((module for module in model.modules() if isinstance(module, FIRST_LAYERS)), None)
     shapes: list[tuple[int, ...]] = []
     if isinstance(first, nn.Embedding):
         yield {**plain, unknown[0]: torch.zeros(batch, tokens, dtype=torch.long)}
     elif isinstance(first, nn.Linear):
         shapes = [(first.in_features,), (tokens, first.in_features)]
-    elif isinstance(first, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+    elif isinstance(first, CONVOLUTIONS):
         shapes = [(first.in_channels, *[size] * len(first.kernel_size)) for size in (32, 28, 224, 64, 96, 128)]
     for shape in shapes:
         yield {**plain, unknown[0]: torch.zeros(batch, *shape, dtype=dtype)}

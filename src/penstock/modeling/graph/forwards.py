@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.dummy_inputs import refuse_arguments
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
@@ -166,6 +167,10 @@ class Forwards:
                 self._head(criterion) if in_chunks else None,
             )  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
+            if call is None:  # then the arguments may be the reason, and not the model
+                left_out = () if criterion is None else self.for_criterion(inputs)
+                given = {name: value for name, value in inputs.items() if name not in left_out}
+                refuse_arguments(self.model, given, self._signature)
             instead = ""
             if inputs.get("fused_lm_head"):  # TRL's, which multiplies with the head's weight itself
                 instead = f'. Leave fused_lm_head out, and write "{KEY}": 1024 in the configuration for the same memory'

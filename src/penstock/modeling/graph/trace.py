@@ -31,7 +31,7 @@ from penstock.modeling.graph.dataflow import (
     Sources,
     Value,
 )
-from penstock.modeling.graph.loss import LOSS_FUNCTIONS, CriterionError, LoopError, LossRule, loss_by
+from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
@@ -189,7 +189,7 @@ def trace(
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
-                loss = loss_by(criterion, output, arguments)
+                loss = _loss_by(criterion, output, arguments)
                 _refuse_changed(model, real, flow)
             draws = drawn_since(before, device) | ({TORCH} if functions.seen.draws else set())
         except (ReachedInside, CriterionError, ChunkedLossError):
@@ -233,6 +233,17 @@ def trace(
         form=form,
         head=head,
     )
+
+
+def _loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    try:
+        return loss_by(criterion, output, inputs)
+    except ReachedInside as error:
+        raise CriterionError(
+            f"the criterion uses the weight {error.tensor}, which only the rank of its stage has. A penalty on weights "
+            "is no part of the batch's loss: use the optimizer's weight_decay, or add its gradient on each rank to "
+            "those of model.parameters() after the loop over microbatches"
+        ) from error
 
 
 class _Planner:

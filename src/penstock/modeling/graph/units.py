@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
-from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.dummy_inputs import InputsNeeded, dummy_inputs, refuse_arguments
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, trace
@@ -99,6 +99,9 @@ def traced_units(
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model is needed to list its units, not a {type(model).__name__}")
     failures = []
+    given = known_of(model).example_inputs if inputs is None else inputs
+    if given is not None:
+        refuse_arguments(model, given)
     for arguments in dummy_inputs(model) if inputs is None else (inputs,):
         if inputs is None:
             arguments = without_cache(model, _on_device_of(model, arguments))
@@ -108,10 +111,9 @@ def traced_units(
             failures.append(error)
     # What the likeliest inputs led to says most, unless others led further.
     said = max(failures, key=lambda failure: getattr(failure, "num_calls", 0))
-    reason = str(said)
-    if inputs is None and not isinstance(model, PreTrainedModel) and known_of(model).example_inputs is None:
-        reason += ". Its inputs were guessed: give some as example_inputs, or as an attribute dummy_inputs of the model"
-    raise refusal(model, reason) from said
+    if given is None and not isinstance(model, PreTrainedModel) and said.__cause__ is not None:  # of the model's code
+        raise InputsNeeded(model, str(said)) from said
+    raise refusal(model, str(said)) from said
 
 
 def _units_for(
