@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Mapping
@@ -165,8 +166,24 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
 KINDS = dict, transformers.BatchEncoding
 
 
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def call_with_the_dictionary() -> list[list[tuple[str, str]]]:
     model, found = parallelize(build(), 2), []
+    own: Any = parallelize(Own(), 2, num_microbatches=2)
+    x = torch.zeros(4, 4)
+    for refused in (lambda: own({"x": x}), lambda: own({"x": x, "label": x})):
+        name, text = caught(refused)
+        assert name == "TypeError" and "Own was given a dict" in text and "model(**batch)" in text, text
     for kind in KINDS:
         inputs = kind(batch("causal", 4))
         training = caught(lambda inputs=inputs: list(model(inputs)))
@@ -202,6 +219,12 @@ def run_on_other_batch(how: str) -> tuple[str, str]:
 def test_batches_that_differ_between_the_ranks_of_a_pipeline_are_noticed(pool: Pool, how: str) -> None:
     found = pool.run(3, run_on_other_batch, how)
     assert any(kind == "BatchMismatch" for kind, _ in found)
+    said = next(text for kind, text in found if kind == "BatchMismatch")
+    if how == "number":
+        assert "ranks 0, 2 were given a batch of 4 samples, rank 1 was given a batch of 3 samples" in said
+        assert re.search(r"input_ids: ranks 0, 2 have int64\[4, (\d+)\], rank 1 has int64\[3, \1\]", said)
+    else:
+        assert re.search(r"input_ids: ranks 0, 2 have int64\[4, \d+\], rank 1 has other values", said)
     for kind, text in found:
         assert kind in ("BatchMismatch", "PipelineFailure")
         assert "was given" in text and "same batch" in text

@@ -303,11 +303,18 @@ def clip_what_no_rank_can() -> list[str]:
         else:
             run_step(model, batch("causal", 4))
 
+    def save_alone() -> None:
+        if torch.distributed.get_rank() == 0:
+            model.save_pretrained("never_written")
+        else:
+            run_step(model, batch("causal", 4))
+
     messages = []
     for attempt in (
         lambda: clip_grad_norm_(some(model, "wte"), 1e-3),
         lambda: clip_grad_norm_([*model.parameters(), *stranger.parameters()], 1e-3),
         alone,
+        save_alone,
     ):
         before = gradients_of(model)
         with pytest.raises((ValueError, RuntimeError)) as caught, mock.patch.object(rollcall, "PATIENCE", 0.3):
@@ -319,7 +326,8 @@ def clip_what_no_rank_can() -> list[str]:
 
 def test_a_norm_that_cannot_be_the_whole_models_is_refused(pool: Pool) -> None:
     """The embedding has another name on the last stage. A rank that does not clip ends the others' wait by name."""
-    for tied, mixed, alone in pool.run(2, clip_what_no_rank_can, timeout=60):
+    for tied, mixed, alone, saving in pool.run(2, clip_what_no_rank_can, timeout=60):
+        assert "rank 0 entered save_pretrained" in saving
         assert "a weight on some of the ranks that hold it, but not on all" in tied and "transformer.wte.weight" in tied
         assert "are of one parallelised model" in mixed and "clip each model by itself" in mixed
         assert "rank 0 entered clip_grad_norm_" in alone and "rank 1 entered training step" in alone

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from families import FAMILIES, batch
+from launch import torchrun
 from pool import Pool
 from training import EXACT, assert_same_gradients, gradients_of, kept_in_double, parallelize, run_step, unsplit_step
 
@@ -106,3 +107,29 @@ def test_an_iterator_that_is_never_advanced_warns_and_runs_nothing(pool: Pool) -
     for (warning,), losses in pool.run(STAGES, drop_without_a_loop):
         assert "dropped before its first microbatch" in warning and "iterate over model(**batch)" in warning
         assert sum(losses) == pytest.approx(expected, rel=EXACT)
+
+
+KEPT = """
+import sys
+import torch
+import penstock
+from families import FAMILIES, batch
+
+model = penstock.initialize(FAMILIES["gpt2"].build(), pipeline_parallel_size=2, num_microbatches=4)
+forgotten = model(**batch("causal", 8))
+begun = model(**batch("causal", 8))
+next(begun).loss.backward()
+if sys.argv[1] == "raise":
+    raise KeyError("no cheese")
+"""
+
+
+@pytest.mark.parametrize("end", ["leave", "raise"])
+def test_iterators_that_a_program_keeps_to_its_end_make_no_noise_there(end: str, tmp_path: Path) -> None:
+    """The one that never began is warned of; the other one's step is left, unless an error ends it."""
+    script = tmp_path / "kept.py"
+    script.write_text(KEPT)
+    done = torchrun(2, script, end, environment={"WHOLE_END": "1"})
+    assert (done.returncode == 0) == (end == "leave"), done.stderr
+    assert "Exception ignored" not in done.stderr and "dropped before its first microbatch" in done.stderr
+    assert ("KeyError: 'no cheese'" in done.stderr) == (end == "raise")

@@ -52,6 +52,16 @@ def test_a_world_of_another_size_is_an_assertion_error_with_both_numbers(pipelin
 
 
 @pytest.mark.usefixtures("world_of_three")
+def test_ranks_with_several_stages_are_told_apart_from_stages() -> None:
+    plugin = HeterogeneousParallelPlugin(schedule={ONE: "1f1b", TWO: "zb-v"})
+    with pytest.raises(
+        AssertionError, match=r"need \(1 \+ 1\) for 1 \+ 2 stages, of which the schedule puts several on a"
+    ):
+        plugin.set_pipelines([ONE, TWO], num_microbatches=[1, 1])
+    assert "1 stage of 6 modules" in repr(ONE).replace(str(len(MODULES)), "6")
+
+
+@pytest.mark.usefixtures("world_of_three")
 @pytest.mark.parametrize("counts", [{ONE: 1}, {}, [1], [1, 2, 3]])
 def test_missing_microbatches_are_an_assertion_error(counts: Any) -> None:
     with pytest.raises(AssertionError, match=r"^All pipelines must have a corresponding number of microbatches: "):

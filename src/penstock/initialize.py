@@ -226,9 +226,10 @@ def plan_stages(
             )
         world_size //= size
     if num_ranks > world_size:
+        few = f"{world_size} processes were" if world_size > 1 else "1 process was"
         raise ConfigurationError(
-            f"{key} is {num_ranks}, but only {world_size} processes were started: start at least {num_ranks} "
-            f"(torchrun --nproc-per-node {num_ranks}) or ask for at most {world_size} stages"
+            f"{key} is {num_ranks}, but only {few} started: start at least {num_ranks} "
+            f"(torchrun --nproc-per-node {num_ranks}) or set it to {world_size} at most"
         )
     if world_size % num_ranks:
         fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,7 +285,9 @@ class PipelineModel(_Module):
         """The arguments by the names of the model's own forward."""
         if not args:
             return dict(kwargs)
-        if isinstance(args[0], Mapping) and isinstance(self, PreTrainedModel):
+        # A module of the user's own may take a mapping, but not with the names of its arguments in it.
+        named = isinstance(args[0], Mapping) and not {*args[0]}.isdisjoint(inspect.signature(self.forward).parameters)
+        if named or (isinstance(args[0], Mapping) and isinstance(self, PreTrainedModel)):
             raise TypeError(
                 f"{type(self).__name__} was given a {type(args[0]).__name__} in place of its first argument: write "
                 "model(**batch)"

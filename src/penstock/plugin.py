@@ -225,7 +225,8 @@ class HeterogeneousParallelPlugin:
             )
         checked = check_templates(pipelines)
         makers = [schedule_maker(template, self.settings.schedule) for template in checked]
-        check_ranks([make(1).num_ranks for make in makers], self.tp_size, rank_and_world_size()[1])
+        ranks, stages = [make(1).num_ranks for make in makers], [template.num_stages for template in checked]
+        check_ranks(ranks, stages, self.tp_size, rank_and_world_size()[1])
         self._set(checked, cast(Microbatches, num_microbatches))
 
     def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:

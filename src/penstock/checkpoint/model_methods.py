@@ -67,7 +67,7 @@ def save_model(
         _save_injected(model, directory, own_save, arguments)
         return
     ranks = saving_ranks(pipeline)
-    with pipeline.saving():
+    with pipeline.saving(Call.SAVE_WHOLE if merge else Call.SAVE):
         save_parallelized(model, directory, world_comm=ranks, merge_checkpoints=merge, **arguments)
     how = "penstock.from_pretrained({!r}, config=...)" if merge else "model.from_parallelized({!r})"
     pipeline.board.resume["model"] = how.format(os.fspath(directory))

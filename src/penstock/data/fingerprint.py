@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,21 @@ def fingerprint(inputs: Mapping[str, Any]) -> int:
     """
     told = repr(_told(inputs)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+
+
+def described(inputs: Mapping[str, Any], sizes: Sequence[int]) -> tuple[int, int, dict[str, list[Any]]]:
+    """A batch's samples and microbatches, which have these `sizes`, and for each input what it is, in words, and its
+    own fingerprint."""
+    every = {str(name): [_in_words(value), fingerprint({"": value})] for name, value in inputs.items()}
+    return sum(sizes), len(sizes), dict(sorted(every.items()))
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"{len(value)} of {_in_words(value[0])}"
+    return repr(value)[:40] if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _told(value: Any) -> Any:

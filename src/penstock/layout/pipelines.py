@@ -65,13 +65,16 @@ def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]
     return tuple(pipelines)
 
 
-def check_ranks(ranks: Sequence[int], tp_size: int, world_size: int) -> None:
-    """Check that pipelines on so many ranks each use all ranks of the world."""
+def check_ranks(ranks: Sequence[int], stages: Sequence[int], tp_size: int, world_size: int) -> None:
+    """Check that pipelines of so many `stages`, on so many ranks each, use all ranks of the world."""
     needed = sum(ranks) * tp_size
     if needed != world_size:
+        need = f"({' + '.join(map(str, ranks))})"
+        if list(ranks) != list(stages):
+            need += f" for {' + '.join(map(str, stages))} stages, of which the schedule puts several on a rank,"
         raise AssertionError(
-            "Number of ranks in pipeline templates does not match world size: the pipelines need "
-            f"({' + '.join(map(str, ranks))}) x tp_size {tp_size} = {needed} ranks, but the world has {world_size}"
+            f"Number of ranks in pipeline templates does not match world size: the pipelines need {need} x tp_size "
+            f"{tp_size} = {needed} ranks, but the world has {world_size}"
         )
 
 

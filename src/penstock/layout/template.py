@@ -52,8 +52,8 @@ class StageTemplate:
         return tuple(module for stage in self.modules_per_stage for module in stage)
 
     def __repr__(self) -> str:
-        sizes = " + ".join(str(len(stage)) for stage in self.modules_per_stage)
-        return f"PipelineTemplate({self.model_name!r}, {self.num_stages} stages of {sizes} modules)"
+        sizes, several = " + ".join(str(len(stage)) for stage in self.modules_per_stage), "s" * (self.num_stages > 1)
+        return f"PipelineTemplate({self.model_name!r}, {self.num_stages} stage{several} of {sizes} modules)"
 
     def check_modules(self, label: str, modules: Sequence[str]) -> None:
         """Check that this template places `modules`, in forward order, each once, the outer ones at the ends."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.data.batch import PerMicrobatch, microbatches_of, place
-from penstock.data.fingerprint import fingerprint
+from penstock.data.fingerprint import described, fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import refuse_unknown_names
 from penstock.layout.layout import Layout, Place
@@ -31,6 +31,7 @@ from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import (
     MODULUS,
+    BatchInWords,
     Settings,
     SettingsMismatch,
     bits_of,
@@ -279,7 +280,8 @@ class Engine:
                 own_means=self.own_means,
             )
             settings = self.parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
-        return TrainingLoop(step, partial(self._run, step, settings), self.parts.open_step)
+        batch = partial(described, inputs, sizes)
+        return TrainingLoop(step, partial(self._run, step, settings, batch), self.parts.open_step)
 
     def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:
         """Once, before the first step, or where there are new hooks."""
@@ -289,14 +291,14 @@ class Engine:
         if self.report is None and self.context.holds_output:
             warn_of_batchwise(inputs)
 
-    def _run(self, step: TrainingStep, settings: Settings) -> Generator[Any, None, None]:
+    def _run(self, step: TrainingStep, settings: Settings, batch: BatchInWords) -> Generator[Any, None, None]:
         number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
         kept = self.split.kept_state = KeptState(self.split.model) if self.report is None else None
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
-            said = self.parts.compare(roll_call.wait())
+            said = self.parts.compare(roll_call.wait(), batch)
             self.parts.updates.begin_step()
             self.step_number += 1
             self.num_evaluations = 0
@@ -324,10 +326,14 @@ class Engine:
 
     @contextlib.contextmanager
     def together(
-        self, call: Call, settings: Settings | Sequence[int] = (), everyone: bool = True
+        self,
+        call: Call,
+        settings: Settings | Sequence[int] = (),
+        everyone: bool = True,
+        batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
-        them or on none, and no signal tears it. Gives every rank's settings.
+        them or on none, and no signal tears it. Gives every rank's settings; `batch` tells of this rank's batch.
         """
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
@@ -335,16 +341,19 @@ class Engine:
             self.split.refuse_if_moved(self.device)
         with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
             try:
-                said = self._meet(call, settings, everyone)
+                said = self._meet(call, settings, everyone, batch)
             except BaseException:
                 self.board.position.retract()
                 raise
             yield said
 
-    def _meet(self, call: Call, settings: Settings | Sequence[int], everyone: bool) -> Mapping[int, Sequence[int]]:
+    def _meet(
+        self, call: Call, settings: Settings | Sequence[int], everyone: bool, batch: BatchInWords | None
+    ) -> Mapping[int, Sequence[int]]:
         begin = self.parts.roll_call.begin
         if isinstance(settings, Settings):
-            return self.parts.compare(begin(call, settings, everyone, self.parts.shared(settings)).wait())
+            assert batch is not None
+            return self.parts.compare(begin(call, settings, everyone, self.parts.shared(settings)).wait(), batch)
         shared = settings if call in ALIKE else ()
         answers = begin(call, settings, everyone, lambda said: (shared, False)).wait()
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from penstock.data.batch import with_one_sample_more
-from penstock.data.fingerprint import fingerprint
+from penstock.data.fingerprint import described, fingerprint
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.named_output import Form, Shapes, joint_form, named_output, output_of
 from penstock.modeling.stage.outputs import merge_outputs
@@ -71,7 +71,7 @@ def _evaluation(
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
         with (
-            engine.together(call, settings, over_all_pipelines) as said,
+            engine.together(call, settings, over_all_pipelines, partial(described, inputs, sizes)) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1

@@ -3,10 +3,14 @@ be."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from penstock.modeling.graph.loss import LoopError
@@ -63,8 +67,10 @@ class TrainingLoop(Iterator[Any]):
         self._interrupts = opened.interrupts
         self._outputs: Generator[Any, None, None] | None = None
         self._over = False
-        # Whether the caller was told that this is an iterator.
-        self._explained = False
+        # Until it begins, or the caller was told that this is an iterator; also at the interpreter's end.
+        self._forgotten = weakref.finalize(self, _warn_of_forgotten)
+        # What ends a step that is under way then, while there is still an interpreter to end it with.
+        self._at_exit = partial(_leave_at_exit, weakref.ref(self))
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -74,11 +80,11 @@ class TrainingLoop(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        self._explained = True
+        self._forgotten.detach()
         raise AttributeError(f"model(...).{name}: {HOW_TO_LOOP}")
 
     def __getitem__(self, key: Any) -> Any:
-        self._explained = True
+        self._forgotten.detach()
         raise TypeError(f"model(...)[{key!r}]: {HOW_TO_LOOP}")
 
     def __next__(self) -> Any:
@@ -86,7 +92,9 @@ class TrainingLoop(Iterator[Any]):
             raise StopIteration
         if self._outputs is None:
             self._over = True  # should a signal or another step under way prevent it
+            self._forgotten.detach()
             self._opened.begin(self._step)
+            atexit.register(self._at_exit)
             self._outputs = self._run()
             self._over = False
         interrupts = self._interrupts
@@ -107,6 +115,7 @@ class TrainingLoop(Iterator[Any]):
 
     def close(self) -> None:
         """Leave the step here. Every rank must, at the same microbatch."""
+        self._forgotten.detach()
         if self._over or self._outputs is None:
             self._over = True
             return
@@ -117,16 +126,7 @@ class TrainingLoop(Iterator[Any]):
             self._end()
 
     def __del__(self) -> None:
-        if self._over or sys.is_finalizing():
-            return
-        if self._outputs is None:
-            if self._explained:
-                return
-            warnings.warn(
-                "the iterator of a training step was dropped before its first microbatch, so the step did not happen: "
-                "iterate over model(**batch), or evaluate under torch.no_grad()",
-                stacklevel=2,
-            )
+        if self._over or self._outputs is None:
             return
         # Python would print and drop an error raised here. The board keeps a failure for the next call.
         self._interrupts.busy = True
@@ -138,4 +138,29 @@ class TrainingLoop(Iterator[Any]):
 
     def _end(self, deliver: bool = True) -> None:
         self._over = True
+        atexit.unregister(self._at_exit)
         self._opened.end(self._step, deliver)
+
+
+def _warn_of_forgotten() -> None:
+    warnings.warn(
+        "the iterator of a training step was dropped before its first microbatch, so the step did not happen: iterate "
+        "over model(**batch), or evaluate under torch.no_grad()",
+        stacklevel=3,
+    )
+
+
+def _leave_at_exit(of: weakref.ref[TrainingLoop]) -> None:
+    """Leave the step of an iterator that the program keeps to its end. Later the interpreter would, without modules."""
+    loop = of()
+    if loop is None:
+        return
+    if sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
+        try:
+            loop.close()
+        except Exception as error:
+            logger.warning("%s", error)
+    elif loop._outputs is not None:
+        # An error ends the program, and with it the step on every rank: this one's is never run to its end.
+        loop._over = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(loop._outputs))

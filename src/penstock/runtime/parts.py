@@ -18,6 +18,7 @@ from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
 from penstock.runtime.comm.settings import (
+    BatchInWords,
     FrozenParameters,
     Settings,
     SettingsMismatch,
@@ -25,6 +26,7 @@ from penstock.runtime.comm.settings import (
     bits_of,
     modes_digest,
     refuse_frozen_on_some,
+    refuse_unlike_batches,
 )
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
@@ -170,10 +172,19 @@ class Parts:
         """What the pipelines compare of a step's or an evaluation's settings."""
         return partial(settings.shared, self.context.pipeline)
 
-    def compare(self, answers: Answers) -> Mapping[int, Sequence[int]]:
-        """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said."""
-        context = self.context
-        if not answers.alike and not Settings.compare(said := answers.everyone(), context.layout):
+    def compare(self, answers: Answers, batch: BatchInWords) -> Mapping[int, Sequence[int]]:
+        """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said. `batch` tells
+        of this rank's, where batches differ."""
+        if answers.alike:
+            return answers.pipeline
+        context, said = self.context, answers.everyone()
+        if Settings.batches_differ(said, context.layout):
+            everyone = len(said) == context.layout.world_size
+            group = context.groups.world_control if everyone else context.groups.model_parallel_control
+            ranks = Ranks(group, context.board.guard)
+            every = ranks.exchange(batch(), "comparing batches")
+            refuse_unlike_batches(dict(zip(ranks.ranks, every, strict=True)), context.layout)
+        if not Settings.compare(said, context.layout):
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
             refuse_frozen_on_some(dict(zip(sorted(said), every, strict=True)))

@@ -46,6 +46,7 @@ class Call(Enum):
     NORM = "grad_norm"
     UNSCALE = "GradScaler.unscale_"
     SAVE = "save_parallelized"
+    SAVE_WHOLE = "save_pretrained"
     LOAD = "from_parallelized"
     LOAD_MODEL = "load_model"
     SAVE_OPTIMIZER = "save_optimizer"

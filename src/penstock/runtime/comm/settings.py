@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,10 @@ from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.loss_proxy import requires_grad
 
 MODULUS = 1 << 62
+GIVEN = " was given "
+# A batch's samples and microbatches, and of each input its form in words and its fingerprint.
+TellsBatch = tuple[int, int, Mapping[str, Sequence[Any]]]
+BatchInWords = Callable[[], TellsBatch]
 
 
 class BatchMismatch(RuntimeError):
@@ -67,22 +71,19 @@ class Settings(NamedTuple):
         return [self.autocast, self.modes, self.loss_scale, self.reduces, whole], wrong
 
     @staticmethod
+    def batches_differ(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+        """Whether ranks of one pipeline were given different batches."""
+        given = {rank: Settings(*facts)[:2] for rank, facts in said.items()}
+        here = [pipeline.ranks() for pipeline in layout.pipelines if pipeline.first_rank in given]
+        return any(len({given[rank] for rank in ranks}) > 1 for ranks in here)
+
+    @staticmethod
     def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
         """Whether the same parameters are frozen everywhere and tied weights' copies are the same, or not all ranks are
-        here, as nothing is trained then.
-        Raises BatchMismatch or SettingsMismatch, on every rank, if something else differs."""
+        here, as nothing is trained then. Raises SettingsMismatch, on every rank, if something else differs; batches
+        do not (see `batches_differ`)."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in every]
-        for pipeline in pipelines:
-            for field, what in (("num_microbatches", "a batch of {} microbatches"), ("fingerprint", "a batch {:x}")):
-                values = {rank: getattr(every[rank], field) for rank in pipeline.ranks()}
-                if len(set(values.values())) > 1:
-                    given = in_words(values, lambda value, what=what: what.format(value), " was given ")  # type: ignore[misc]  # bound now
-                    raise BatchMismatch(
-                        f"{given}: all ranks of one pipeline, those that share a stage's weights included, must be "
-                        "given the same batch: draw random data from one seed (use model.data_parallel_rank and "
-                        "_size, or model.prepare_dataloader, to share a data set out between pipelines)"
-                    )
         differences = []
         for field, name, words in _COMPARED:
             values = {rank: getattr(settings, field) for rank, settings in every.items()}
@@ -98,6 +99,40 @@ class Settings(NamedTuple):
             return True
         found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, every)}
         return len(found) == 1 and all(apart == 0 for apart, _ in found)
+
+
+def refuse_unlike_batches(told: Mapping[int, TellsBatch], layout: Layout) -> NoReturn:
+    """Raise BatchMismatch, on every rank, by what each rank tells of its batch."""
+    here = [pipeline.ranks() for pipeline in layout.pipelines if pipeline.first_rank in told]
+    ranks = next(ranks for ranks in here if len({repr(told[rank]) for rank in ranks}) > 1)
+    same_size = len({told[rank][0] for rank in ranks}) == 1
+    names = dict.fromkeys(name for rank in ranks for name in told[rank][2])
+    inputs = {name: {rank: tuple(told[rank][2].get(name, ("none", 0))) for rank in ranks} for name in names}
+    differences = [f"{name}: {_unlike(own, ' has ', 'other values')}" for name, own in inputs.items() if _differ(own)]
+    more = [f"and {len(differences) - 5} inputs more"] if len(differences) > 5 else []
+    batches = {}
+    for rank in ranks:
+        samples, microbatches, _ = told[rank]
+        in_parts = f", in {microbatches} microbatches" if same_size and not differences else ""
+        batches[rank] = f"a batch of {samples} samples{in_parts}", repr(told[rank])
+    words = [_unlike(batches, GIVEN, "another"), *differences[:5], *more]
+    raise BatchMismatch(
+        f"{'; '.join(words)}: all ranks of one pipeline, those that share a stage's weights included, must be given "
+        "the same batch: draw random data from one seed (use model.data_parallel_rank and _size, or "
+        "model.prepare_dataloader, to share a data set out between pipelines)"
+    )
+
+
+def _differ(own: Mapping[int, tuple[Any, ...]]) -> bool:
+    return len(set(own.values())) > 1
+
+
+def _unlike(own: Mapping[int, tuple[Any, ...]], verb: str, other: str) -> str:
+    """What ranks have, each a form in words and a digest: of those of one form, `other` after the first."""
+    kinds = list(dict.fromkeys(own.values()))
+    forms = [form for form, _ in kinds]
+    words = [f"{other} ({form})" if form in forms[:place] else form for place, form in enumerate(forms)]
+    return in_words({rank: kinds.index(one) for rank, one in own.items()}, words.__getitem__, verb)
 
 
 def _frozen_in(pipeline: PipelineLayout, every: Mapping[int, Settings]) -> set[tuple[int, int]]:

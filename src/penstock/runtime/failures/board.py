@@ -34,6 +34,10 @@ TRANSPORT_ERROR = re.compile(
     r"(readv?|writev?|sendmsg|recvmsg|connect) ?[\[(:]"
 )
 KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
+# Of a rank that left in order while others were in a call.
+NEVER_MADE = (
+    "so it does not make this call: every rank must make it (one inside `if rank == 0:` is made by one rank only)"
+)
 
 _num_failures = 0
 
@@ -97,7 +101,7 @@ class Endings:
             return f"it ended with {self.words[rank]}; "
         if rank in self.lost:
             return f"{KILLED}; "
-        return "its program had ended; " if rank in self.left else ""
+        return f"its program had ended, {NEVER_MADE}; " if rank in self.left else ""
 
 
 class PipelineFailure(RuntimeError):
