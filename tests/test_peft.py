@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import json
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -280,6 +282,115 @@ def test_what_cannot_be_split_is_refused_by_name() -> None:
     vera = VeraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"])
     with pytest.raises(NotImplementedError, match="VERA share tensors between layers"):
         penstock.initialize(get_peft_model(FAMILIES["gpt2"].build(), vera), config)
+
+
+# What a method needs on a model this small, and to name what it adapts.
+NEEDED: dict[str, dict[str, Any]] = {
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "FOURIERFT": {"n_frequency": 10},
+    "IA3": {"feedforward_modules": []},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "MISS": {"r": 4},
+    "OFT": {"oft_block_size": 4},
+    "RANDLORA": {"r": 4},
+    "ROAD": {"group_size": 4},
+    "SHIRA": {"r": 4},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [*range(30)]},
+    "VBLORA": {"vector_length": 8, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 16},
+}
+
+
+def with_method(method: str) -> Any:
+    """Llama with adapters of a method in PEFT's registry."""
+    make: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method]
+    taken = inspect.signature(make).parameters
+    usual = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "num_virtual_tokens": 2}
+    given = {name: value for name, value in usual.items() if name in taken}
+    model = FAMILIES["llama"].build(num_hidden_layers=2)
+    torch.manual_seed(1)
+    model = get_peft_model(model, make(**{**given, **NEEDED.get(method, {})})).double()
+    generator = torch.Generator().manual_seed(2)  # both factors have gradients at once
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) / 20)
+    return model
+
+
+def plain_method(method: str, folder: Path) -> Any:
+    """Loss, gradients and saved tensors; None where the method needs another batch or package, or single precision."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            model = with_method(method)
+            loss = plain_step(model, batch("causal", 4))
+            model.save_pretrained(folder / method)
+    except (ImportError, TypeError, ValueError, AttributeError, RuntimeError):
+        return None
+    return loss, gradients_of(model), load_file(folder / method / "adapter_model.safetensors")
+
+
+def split_methods(methods: list[str], folder: Path) -> dict[str, Any]:
+    """The same over two stages, by method; or the error that refuses it."""
+    found: dict[str, Any] = {}
+    for method in methods:
+        with kept_in_double():
+            try:
+                model = parallelize(with_method(method), 2)
+            except NotImplementedError as error:
+                found[method] = str(error)
+                continue
+            loss = split_step(model, batch("causal", 4))
+            model.save_pretrained(folder / method)
+            found[method] = loss, gradients_of(model), load_file(folder / method / "adapter_model.safetensors")
+    return found
+
+
+def test_every_method_of_peft_is_exact_or_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    with kept_in_double():
+        plain = {str(one.value): plain_method(one, tmp_path / "plain") for one in PEFT_TYPE_TO_CONFIG_MAPPING}
+    methods = [name for name, found in plain.items() if found is not None]
+    runs = pool.run(2, split_methods, methods, tmp_path / "split", timeout=240)
+    exact = {name for name in methods if not isinstance(runs[0][name], str)}
+    assert len(exact) >= 20 and {"LORA", "IA3", "OFT", "TRAINABLE_TOKENS"} <= exact
+    for method in methods:
+        if method not in exact:
+            assert all(method in run[method] for run in runs), runs[0][method]
+            continue
+        loss, gradients, saved = plain[method]
+        together: set[str] = set().union(*(run[method][1] for run in runs))
+        assert together == set(gradients), method
+        for run in runs:
+            assert run[method][0] == pytest.approx(loss, rel=1e-9), method
+            if run[method][1]:  # a stage may have nothing to train
+                assert_same_gradients(run[method][1], gradients, 1e-7)
+            assert run[method][2].keys() == saved.keys(), method
+            assert all(torch.equal(value, saved[name]) for name, value in run[method][2].items()), method
+
+
+def tied_tokens(stages: int, folder: Path) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Rows of a tied embedding are trained: the head has them, too."""
+    with kept_in_double():
+        torch.manual_seed(1)
+        options = LoraConfig(r=2, target_modules=["c_attn"], trainable_token_indices=[1, 2, 5], task_type="CAUSAL_LM")
+        model = get_peft_model(FAMILIES["gpt2"].build(), options).double()
+        step = split_step if stages else plain_step
+        if stages:
+            parallelize(model, stages)
+        loss, gradients = step(model, batch("causal", 4)), gradients_of(model)
+        model.save_pretrained(folder)
+        return loss, gradients, load_file(folder / "adapter_model.safetensors")
+
+
+def test_trained_rows_of_a_tied_embedding_are_exact(pool: Pool, tmp_path: Path) -> None:
+    loss, gradients, saved = tied_tokens(0, tmp_path / "plain")
+    assert any("trainable_tokens" in name for name in gradients)
+    for mine, theirs, written in pool.run(2, tied_tokens, 2, tmp_path / "split"):
+        assert mine == pytest.approx(loss, rel=EXACT)
+        assert_same_gradients(theirs, gradients, 1e-9)
+        assert written.keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in written.items())
 
 
 def refusals(folder: Path) -> list[str]:

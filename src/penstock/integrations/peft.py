@@ -32,9 +32,6 @@ T = TypeVar("T")
 # Arguments of a PeftModel's call that choose adapters sample by sample.
 PER_SAMPLE = ("adapter_names", "alora_offsets")
 
-# Kinds of adapters whose layers use the same tensors, on whichever stages they are.
-SHARING = frozenset({"VBLORA", "VERA", "RANDLORA"})
-
 # Arguments of PEFT's save that need the whole model, or the hub.
 REFUSED_IN_SAVES = ("path_initial_model_for_weight_conversion", "push_to_hub", "state_dict")
 CARD = "README.md"
@@ -224,8 +221,10 @@ def refuse_peft(model: PeftModel) -> None:
     name = f"the adapters of type {getattr(kind, 'value', kind)}"
     if model.active_peft_config.is_prompt_learning:
         raise NotImplementedError(f"{name} put tokens before the input, which pipelines do not support: use LoRA")
-    if any(getattr(one.peft_type, "value", one.peft_type) in SHARING for one in model.peft_config.values()):
-        raise NotImplementedError(f"{name} share tensors between layers, which would be on several stages: use LoRA")
+    if (shared := _shared_between_layers(model)) is not None:
+        raise NotImplementedError(
+            f"{name} share tensors between layers, which would be on several stages ({shared}): use LoRA"
+        )
     if type(model.base_model).forward is not BaseTuner.forward:
         raise NotImplementedError(f"{name} do more in a forward than the model's layers do: use LoRA")
     if not type(model).__module__.startswith("peft."):
@@ -234,6 +233,27 @@ def refuse_peft(model: PeftModel) -> None:
             raise NotImplementedError(f"{own.__name__}.forward is not PEFT's own, and would not be called")
     if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
         raise NotImplementedError("activated LoRA chooses tokens sample by sample, which pipelines do not support")
+
+
+def _shared_between_layers(model: PeftModel) -> str | None:
+    """The name of a tensor of the adapters that several layers use, if there is one: it is outside of the model inside,
+    or in two layers whose own weights are not the same, as they are in tied layers."""
+    inside = set(map(id, model.get_base_model().modules()))
+    wrapped_by_users: dict[int, list[set[int]]] = {}  # of a tensor: the weights that each layer with it wraps
+    for layer in filter(is_adapter_layer, model.modules()):
+        wrapped = _tensors_of(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module)
+        for tensor in _tensors_of(layer) - wrapped:
+            wrapped_by_users.setdefault(tensor, []).append(wrapped)
+    shared = {one for one, users in wrapped_by_users.items() if any(users[0].isdisjoint(other) for other in users[1:])}
+    for name, module in model.named_modules():
+        for own, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and (id(module) not in inside or id(value) in shared):
+                return f"{name}.{own}"
+    return None
+
+
+def _tensors_of(module: torch.nn.Module) -> set[int]:
+    return set(map(id, (*module.parameters(), *module.buffers())))
 
 
 def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T]) -> T:
