@@ -240,7 +240,8 @@ def _shared_between_layers(model: PeftModel) -> str | None:
     or in two layers whose own weights are not the same, as they are in tied layers."""
     inside = set(map(id, model.get_base_model().modules()))
     wrapped_by_users: dict[int, list[set[int]]] = {}  # of a tensor: the weights that each layer with it wraps
-    for layer in filter(is_adapter_layer, model.modules()):
+    layers: list[Any] = [one for one in model.modules() if is_adapter_layer(one)]
+    for layer in layers:
         wrapped = _tensors_of(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module)
         for tensor in _tensors_of(layer) - wrapped:
             wrapped_by_users.setdefault(tensor, []).append(wrapped)
