@@ -20,8 +20,10 @@ import trl
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.nn import functional
 from torch.utils.data import IterableDataset
 from transformers import Adafactor, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.optimization import AdafactorSchedule
 
 import penstock
@@ -138,6 +140,72 @@ def test_the_same_run_with_and_without_pipelines(
         for name in ("train_loss", "eval_loss"):
             assert run[name] == pytest.approx(expected[name], abs=TOLERANCE)
     assert_same_weights(folder / "final", tmp_path / "split/final")
+
+
+def shifted(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+
+
+def masked_mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    logits, targets = shifted(outputs, labels)
+    losses = functional.cross_entropy(logits, targets, reduction="none")
+    return losses.sum() / (targets != -100).sum()
+
+
+def focal_of_the_model(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> torch.Tensor:
+    number = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return focal(CausalLMOutput(logits=logits), labels, number)
+
+
+# What `compute_loss_func` may return; None: the model's own loss, which is the user's.
+OWN_LOSSES: dict[str, Any] = {
+    "weights": lambda outputs, labels, num_items_in_batch: functional.cross_entropy(
+        *shifted(outputs, labels), weight=torch.linspace(0.1, 3, outputs.logits.shape[-1])
+    ),
+    "scaled": lambda outputs, labels, num_items_in_batch: 0.5 * mean(outputs, labels, num_items_in_batch),
+    "two terms": lambda outputs, labels, num_items_in_batch: (
+        mean(outputs, labels, num_items_in_batch) + 0.01 * outputs.logits.logsumexp(-1).pow(2).mean()
+    ),
+    "a sum and a mean": lambda outputs, labels, num_items_in_batch: (
+        functional.cross_entropy(*shifted(outputs, labels), reduction="sum") / num_items_in_batch
+        + 0.01 * outputs.logits.logsumexp(-1).pow(2).mean()
+    ),
+    "poisson": lambda outputs, labels, num_items_in_batch: functional.poisson_nll_loss(
+        outputs.logits[..., 0], labels.clamp(min=0).to(outputs.logits)
+    ),
+    "by the model": None,
+    "a masked mean": masked_mean,
+}
+
+
+def own_losses(folder: Path, stages: int = 0) -> dict[str, tuple[list[tuple[float, float]], bool]]:
+    """Losses and norms of two steps with each, and whether it was said that a loss is no mean."""
+    kind, parallelism = kind_of(stages)
+    found = {}
+    for name, loss in OWN_LOSSES.items():
+        model = gpt2(0.0)
+        if loss is None:
+            model.loss_function = focal_of_the_model
+        options = arguments(folder, max_steps=2)
+        trainer = kind(model, options, compute_loss_func=loss, train_dataset=texts(40), **parallelism)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        log = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        found[name] = log, any("no mean" in str(warning.message) for warning in caught)
+    return found
+
+
+def test_any_loss_by_compute_loss_func_is_that_of_one_process_or_warned_of(pool: Pool, tmp_path: Path) -> None:
+    expected = own_losses(tmp_path / "plain")
+    for rank, run in enumerate(pool.run(2, own_losses, tmp_path / "split", 2, init=False)):
+        assert {name for name, (_, warned) in run.items() if warned} == ({"a masked mean"} if rank else set())
+        for name, (log, _) in run.items():
+            # As averaged over microbatches of other numbers of labels, nearly the same.
+            tolerance = 0.1 if name == "a masked mean" else TOLERANCE
+            assert len(log) == 2 and log == [pytest.approx(step, rel=tolerance) for step in expected[name][0]], name
 
 
 def adapt(folder: Path, stages: int = 0) -> tuple[list[dict[str, float]], float]:

@@ -437,10 +437,6 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
         return loss
 
-    # As over the batches of an accumulation: each one's is divided by the number of items in all of them. A mean, for
-    # which the Trainer does not ask, is that of this batch.
-    _own_loss.reduction = NUM_ITEMS  # type: ignore[attr-defined]  # a function has attributes
-
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @in_place_of_the_trainers

@@ -102,7 +102,7 @@ def run_forwards(
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
-    counts: Sequence[int] = inputs.total_counts() if is_last else ()
+    counts: Sequence[float] = inputs.total_counts() if is_last else ()
     if over_all is not None and is_last:
         over_all.start_counts(counts)
         counts = over_all.finish_counts()

@@ -43,7 +43,7 @@ class StepInputs:
     microbatches: Sequence[Mapping[str, Any]]
     plans: Sequence[ForwardPlan]
     signatures: Sequence[Any]
-    counts: Sequence[Sequence[int]]
+    counts: Sequence[Sequence[float]]
     sizes: Sequence[int]
     first_microbatch: int
     number: int
@@ -92,10 +92,10 @@ class StepInputs:
         )
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts, run_seed, criterion)
 
-    def total_counts(self) -> list[int]:
+    def total_counts(self) -> list[float]:
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
-    def shares(self, microbatch: int, totals: Sequence[int]) -> Sequence[float] | None:
+    def shares(self, microbatch: int, totals: Sequence[float]) -> Sequence[float] | None:
         """What part a microbatch is of each mean over a batch with `totals` terms; None without a loss."""
         rule = self.plans[microbatch].loss
         return None if rule is None else rule.shares(self.counts[microbatch], totals)

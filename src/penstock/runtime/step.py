@@ -91,7 +91,7 @@ class TrainingStep:
         self._own_means = own_means
         self._notes: Sequence[StepNotes] = ()
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
-        self._total_counts: Sequence[int] | None = None
+        self._total_counts: Sequence[float] | None = None
         self._position = 0
         self._begun = False
         # Why the step was not begun.
@@ -374,7 +374,7 @@ class TrainingStep:
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    def _global_counts(self) -> Sequence[int]:
+    def _global_counts(self) -> Sequence[float]:
         """The numbers of terms in the loss's means, over all pipelines; on the rank of the last stage."""
         if self._total_counts is None:
             self._total_counts = self._inputs.total_counts() if self._own_means else self._totals.finish_counts()

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.graph.reductions import OperationRecord, storage_of
 from penstock.modeling.graph.seen import Seen, draws
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -71,14 +72,7 @@ class Altered:
     call: int
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """The result of a loss function, by its position among the forward's loss functions."""
-
-    loss_call: int
-
-
-Source = Value | Named | Altered | Reduced
+Source = Value | Named | Altered
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -93,7 +87,7 @@ class DataFlow(TorchDispatchMode):
             value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
         written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
-        branches_on_loss: whether the result of a loss function decided what Python does next.
+        record: the operations on what depends on the arguments.
     """
 
     def __init__(self, position: Callable[[], int], seen: Seen | None = None) -> None:
@@ -105,8 +99,7 @@ class DataFlow(TorchDispatchMode):
         self.asks_inputs = False
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
-        self.branches_on_loss = False
-        self._means: set[int] = set()
+        self.record = OperationRecord()
         self._position = position
         self._marks: dict[int, Sources] = {}
         self._values: dict[int, Value] = {}
@@ -120,13 +113,13 @@ class DataFlow(TorchDispatchMode):
         if math.prod(spec.shape) <= MOST_ELEMENTS:
             return spec.zeros(device)
         tensor = spec.expanded_zeros(device)
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         self._references[storage._cdata] = StorageWeakRef(storage)
         self._hollow.add(storage._cdata)
         return tensor
 
     def is_hollow(self, tree: Any) -> bool:
-        return bool(self._hollow) and any(_storage_of(t)._cdata in self._hollow for t in _tensors(tree))
+        return bool(self._hollow) and any(storage_of(t)._cdata in self._hollow for t in _tensors(tree))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The operation's result; of one on hollow tensors only the shape, unless that depends on what is in them."""
@@ -147,12 +140,12 @@ class DataFlow(TorchDispatchMode):
         """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
         found: set[Source] = set()
         for tensor in _tensors(tree):
-            found |= self._marks.get(_storage_of(tensor)._cdata, NOTHING)
+            found |= self._marks.get(storage_of(tensor)._cdata, NOTHING)
         return frozenset(found)
 
     def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
         """Add sources to a tensor (and to everything that shares its storage)."""
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         key = storage._cdata
         if key not in self._references:
             self._references[key] = StorageWeakRef(storage)
@@ -160,39 +153,23 @@ class DataFlow(TorchDispatchMode):
 
     def mark_value(self, tensor: torch.Tensor, value: Value) -> None:
         self.mark(tensor, (value,))
-        self._values[_storage_of(tensor)._cdata] = value
+        self._values[storage_of(tensor)._cdata] = value
+        self.record.begin(tensor, of_unit=True)
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:
         self.mark(tensor, (Given(name),))
-        self._inputs[_storage_of(tensor)._cdata] = name
-
-    def mark_mean(self, tensor: torch.Tensor, is_mean: bool = True) -> None:
-        """Let `tensor` count as a mean over the batch, or not any more."""
-        (self._means.add if is_mean else self._means.discard)(_storage_of(tensor)._cdata)
-
-    def is_mean(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a mean over the batch, or a sum of such, each times what does not depend on the batch."""
-        return _storage_of(tensor)._cdata in self._means
-
-    def _gives_mean(self, func: Any, args: tuple[Any, ...]) -> bool:
-        means = [self.is_mean(tensor) for tensor in _tensors(args) if self.is_mean(tensor) or self._of_batch(tensor)]
-        name = func._schema.name.removeprefix("aten::").rstrip("_")
-        scales = name == "mul" or (name == "div" and self.is_mean(args[0]))
-        return all(means) and (name in _LINEAR or (scales and len(means) == 1))
-
-    def _of_batch(self, tensor: torch.Tensor) -> bool:
-        constant = Given(NUM_ITEMS)
-        return any(not isinstance(source, Outside | Inside) and source != constant for source in self.sources(tensor))
+        self._inputs[storage_of(tensor)._cdata] = name
+        self.record.begin(tensor, given=name, number=name == NUM_ITEMS)
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        key = _storage_of(tensor)._cdata
+        key = storage_of(tensor)._cdata
         if key in self._values:
             self.written.add(self._values[key])
         if key in self._inputs:
             self.written_inputs.add(self._inputs[key])
 
     def note_control(self, sources: Sources) -> None:
-        """Record that a value of these sources decides what Python does next."""
+        """OperationRecord that a value of these sources decides what Python does next."""
         if sources and all(isinstance(source, Given) for source in sources):
             self.asks_inputs = True
         if any(isinstance(source, (Value, Drawn)) for source in sources):
@@ -220,12 +197,11 @@ class DataFlow(TorchDispatchMode):
         leaked = min((source.name for source in sources if isinstance(source, Inside)), default=None)
         if leaked is not None:
             raise ReachedInside(leaked)
-        of_loss = any(isinstance(source, Reduced) for source in sources)
         output = self._run(func, args, kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             self.note_control(sources)
-            # A number that is asked for may be logged; a truth value decides.
-            self.branches_on_loss |= of_loss and args[0].dtype == torch.bool
+            if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
+                self.record.ask(args[0])
         if draws(func, args, kwargs):
             sources |= {Drawn(str(func))}
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
@@ -240,12 +216,10 @@ class DataFlow(TorchDispatchMode):
                 if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
                     self.note_write(argument)
         if sources:
-            gives_mean = of_loss and self._gives_mean(func, args)
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self.mark(tensor, sources)
-                    if of_loss:
-                        self.mark_mean(tensor, gives_mean)
+            self.record.note(func, args, kwargs, output, chosen=bool(selectors))
         return output
 
 
@@ -257,12 +231,6 @@ class ReachedInside(Exception):
         self.tensor = tensor
 
 
-# Operations that give sums of what they are given, or put it elsewhere; or a constant of its form.
-_LINEAR = frozenset({
-    "add", "sub", "rsub", "neg", "sum", "mean", "stack", "cat", "clone", "detach", "alias", "view", "_unsafe_view",
-    "reshape", "expand", "unsqueeze", "squeeze", "select", "slice", "unbind", "split", "t", "transpose", "permute",
-    "_to_copy", "copy", "lift_fresh", "nan_to_num", "zeros_like", "ones_like", "new_zeros",
-})  # fmt: skip
 # Draws from 0 to 1.
 _UNIFORM = "aten.rand."
 
@@ -299,13 +267,6 @@ class ReadObserver(TorchFunctionMode):
         if not self._flow.paused and func in self._observers:
             self._observers[func](func, args, kwargs, result)
         return result
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Where a tensor's elements are: of a sparse one those that it has."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-    return tensor.untyped_storage()
 
 
 def on_meta(tree: Any) -> Any:

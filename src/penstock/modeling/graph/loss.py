@@ -2,11 +2,13 @@
 
 A loss that is a mean over tokens must be weighted by tokens, one over samples by samples: averaging microbatches with
 equal weights is wrong as soon as one of them holds more padding. The rule is found while planning: the loss functions
-of `torch.nn.functional` are observed, and the target each is given is recognised as a function of the inputs.
+over classes are observed, and the target each is given is recognised as a function of the inputs. What else is in the
+loss is followed through the operations that made it; see `reductions`.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,20 +24,12 @@ from penstock.modeling.collectives import CriterionCollective, OwnCollective
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.nested import named_tensors
 
-# Functions whose mean leaves out ignored targets; the mean of all others is over every element.
-CLASS_LOSSES = (functional.cross_entropy, functional.nll_loss)
-ELEMENT_LOSSES = (
-    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
-    functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div,
-    functional.soft_margin_loss, functional.multilabel_soft_margin_loss, functional.cosine_embedding_loss,
-    functional.margin_ranking_loss, functional.triplet_margin_loss, functional.ctc_loss,
-)  # fmt: skip
-LOSS_FUNCTIONS = (*CLASS_LOSSES, *ELEMENT_LOSSES)
+# Functions whose mean leaves out ignored targets, and may weigh the others.
+LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 
 # (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-# The number by which a caller who accumulates divides the sum over a batch, and a criterion's `reduction` that does so
-# unless it returns a mean of its own.
+# The number by which a caller who accumulates divides the sum over a batch.
 NUM_ITEMS = "num_items_in_batch"
 
 
@@ -66,6 +60,36 @@ def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any])
     return loss
 
 
+class ClassWeights:
+    """The weights of classes that a loss function was given. Equal if their values are."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        values = tensor.detach().to("cpu", torch.float64)
+        self._told = f"<{len(values)} weights {zlib.crc32(values.numpy().tobytes()):x}>"
+
+    def __repr__(self) -> str:
+        return self._told
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClassWeights) and self._told == other._told
+
+    def __hash__(self) -> int:
+        return hash(self._told)
+
+    def sum(self, classes: torch.Tensor) -> torch.Tensor:
+        """The sum of the weights of some targets."""
+        return self.tensor.detach().to(classes.device, torch.float64)[classes].sum()
+
+    def refuse_other(self, weight: torch.Tensor | None) -> None:
+        """Raise CriterionError if a loss function is given other weights than when the loss was followed."""
+        if weight is not self.tensor and (weight is None or not torch.equal(weight, self.tensor.to(weight))):
+            raise CriterionError(
+                "the weights of classes that the loss gives to torch's loss function have changed since its first "
+                "step, by which the batch's loss is divided: keep them as they are, or give a new criterion"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class LossTerm:
     """One mean that enters the loss.
@@ -81,6 +105,9 @@ class LossTerm:
     ignore_index: int | None = None  # elements equal to it are not counted; if None, negative ones are not
     mask: str | None = None  # an argument of the same shape; elements where it is not 1 are not counted
     limit: str | None = None  # for `"positions"`, the argument whose second dimension bounds them
+    weights: ClassWeights | None = (
+        None  # for `"tokens"`: not the elements are counted, but the weights of their classes
+    )
     calls: tuple[int, ...] = ()  # positions, among the forward's loss functions, of those with this mean
 
     def count(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> int | torch.Tensor:
@@ -102,7 +129,7 @@ class LossTerm:
         valid = counted >= 0 if self.ignore_index is None else counted != self.ignore_index
         if self.mask is not None:
             valid = valid & (inputs[self.mask][..., self.start : self.stop] == 1)
-        number: torch.Tensor = valid.sum()
+        number: torch.Tensor = valid.sum() if self.weights is None else self.weights.sum(counted[valid])
         return number
 
 
@@ -111,14 +138,15 @@ class LossRule:
     """How the batch's loss is put together from its microbatches' losses.
 
     A forward with the `shares` of its microbatch gives that share of the loss; the shares add up to the loss of the
-    whole batch, and a microbatch without a single counted element contributes an exact zero rather than 0/0.
+    whole batch, and a microbatch without a single counted element contributes an exact zero rather than 0/0, unless the
+    batch has none.
 
     Attributes:
         terms: the means that enter the loss; nearly always one.
         rest: by what all else in the loss is weighted (a router's balance loss); None: as the first term.
-        exact: False if the loss is, as far as can be seen, no mean over tokens or samples (contrastive losses, a mean
-            taken by hand): microbatches are then weighted by samples, which equals the unsplit model accumulating over
-            the same microbatches, but not the loss of the whole batch at once.
+        exact: False if the loss is, as far as can be seen, no mean or sum over tokens or samples (contrastive losses, a
+            mean over what values select): microbatches are then weighted by samples, which equals the unsplit model
+            accumulating over the same microbatches, but not the loss of the whole batch at once.
         fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
@@ -138,16 +166,18 @@ class LossRule:
         found in the inputs unless it is given."""
         return tuple(term.count(inputs, num_samples) for term in self.counted)
 
-    def shares(self, counts: Sequence[int], totals: Sequence[int]) -> tuple[float, ...]:
-        """This microbatch's share of each of the batch's means, see `counted`, with `totals` over all pipelines."""
+    def shares(self, counts: Sequence[float], totals: Sequence[float]) -> tuple[float, ...]:
+        """This microbatch's share of each of the batch's means, see `counted`, with `totals` over all pipelines. A mean
+        over nothing in the whole batch is what the model gives for that, NaN."""
         return tuple(
-            1.0 if term.kind == "sum" else (count / total if total else 0.0)
+            count / total if term.kind != "sum" and total else 1.0
             for term, count, total in zip(self.counted, counts, totals, strict=True)
         )
 
     def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
         """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
-        if len(self.counted) == 1:
+        weighted = {call: term.weights for term in self.terms if term.weights is not None for call in term.calls}
+        if len(self.counted) == 1 and not weighted:
             return nullcontext()
         base = self._base(shares)
         weights = {
@@ -155,7 +185,7 @@ class LossRule:
             for term, share in zip(self.terms, shares, strict=False)
             for call in term.calls
         }
-        return _Weighing(weights)
+        return _Weighing(weights, weighted)
 
     def _base(self, shares: Sequence[float]) -> float:
         """The share by which the whole loss is multiplied, after its terms were weighted against that."""
@@ -168,7 +198,7 @@ class LossRule:
         return loss * share if share else zero_loss(loss, connected)
 
 
-def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[int, ...]]:
+def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple[float, ...]]:
     """The values of all of these counts, read from a GPU in one go."""
     tensors = [count for counts in counted for count in counts if isinstance(count, torch.Tensor)]
     values = iter(torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist() if tensors else ())
@@ -214,16 +244,19 @@ def zero_loss(loss: torch.Tensor, connected: Any) -> torch.Tensor:
 class _Weighing(TorchFunctionMode):
     """Multiplies the results of loss functions, in the order of their calls."""
 
-    def __init__(self, weights: Mapping[int, float]) -> None:
+    def __init__(self, weights: Mapping[int, float], of_classes: Mapping[int, ClassWeights]) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._of_classes = weights, of_classes
         self._calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func not in LOSS_FUNCTIONS:
             return result
         weight = self._weights.get(self._calls, 1.0)
+        if self._calls in self._of_classes:
+            self._of_classes[self._calls].refuse_other(kwargs.get("weight") if len(args) < 3 else args[2])
         self._calls += 1
         if weight == 0.0:
             return zero_loss(result, (args, kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,16 @@ import torch
 from torch.nn import functional
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
-from penstock.modeling.graph.dataflow import NOTHING, DataFlow, Given, Reduced, Selected, Sources
-from penstock.modeling.graph.loss import CLASS_LOSSES, NUM_ITEMS, LossRule, LossTerm, batch_size
+from penstock.modeling.graph.dataflow import DataFlow, Given, Outside, Selected, Sources
+from penstock.modeling.graph.loss import (
+    ClassWeights,
+    CriterionError,
+    LossRule,
+    LossTerm,
+    batch_size,
+)
+from penstock.modeling.graph.reductions import MIXED, Parts, parts_of
+from penstock.nested import map_tensors
 
 # Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
 LABEL_NAMES = ("label", "target", "start_positions", "end_positions", "positions")
@@ -36,14 +44,28 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return bits.reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)
 
 
+def with_more_samples(inputs: Mapping[str, Any], times: int, batch_dim: Mapping[str, int | None]) -> dict[str, Any]:
+    """The inputs with each sample so many times."""
+    size = batch_size(inputs, batch_dim)
+
+    def repeated(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dim = batch_dim.get(name, batch_dim.get(name.partition(".")[0], 0))
+        has_samples = dim is not None and tensor.dim() > dim and tensor.shape[dim] == size
+        return torch.cat([tensor] * times, dim or 0) if has_samples else tensor
+
+    return {
+        name: value * times
+        if isinstance(value, list) and len(value) == size and all(isinstance(each, Mapping) for each in value)
+        else map_tensors(repeated, name, value)
+        for name, value in inputs.items()
+    }
+
+
 class LossCall(NamedTuple):
-    """A loss function's call: the mean that it gives, why that is not exact, if so, and what it was computed from."""
+    """A loss function's call: the mean that it gives, and why that is not exact, if so."""
 
     term: LossTerm
     reason: str
-    result: Any
-    is_sum: bool
-    made_of: Sources
 
 
 class LossTrace:
@@ -51,78 +73,105 @@ class LossTrace:
 
     def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
         self.in_chunks = False
+        # The last loss function that left it to the model's code to reduce its result.
+        self._unreduced = ""
         self._inputs, self._flow, self._batch_dim = inputs, flow, batch_dim
         self._calls: list[LossCall] = []
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        self.in_chunks |= isinstance(bound.arguments.get("input"), ChunkedLogits)
+        given = bound.arguments
+        self.in_chunks |= isinstance(given["input"], ChunkedLogits)
+        followed = given["reduction"] in ("mean", "sum") and given["size_average"] is given["reduce"] is None
+        if not followed:
+            self._unreduced = func.__name__
+            self._calls.append(LossCall(LossTerm("samples"), ""))
+            return
         with self._flow.pause():
-            term, reason = self._recognise(func, bound.arguments)
-        is_sum, made_of = bound.arguments.get("reduction") == "sum", self._flow.sources(result)
-        if isinstance(result, torch.Tensor):
-            self._flow.mark(result, (Reduced(len(self._calls)),))
-            self._flow.mark_mean(result, result.dim() == 0)
-        self._calls.append(LossCall(term, reason, result, is_sum, made_of))
+            call = self._recognise(func.__name__, given)
+        self._flow.record.begin(result, call=len(self._calls), is_sum=given["reduction"] == "sum")
+        self._calls.append(call)
 
-    def rule(self, loss: torch.Tensor, output: Any, reduction: str | None = None) -> LossRule:
-        """The rule for the loss of an output; `reduction` is what its maker says of it: "sum", or `NUM_ITEMS`."""
-        sources = self._flow.sources(loss)
-        used = {number: call for number, call in enumerate(self._calls) if Reduced(number) in sources}
-        numbers: dict[LossTerm, tuple[int, ...]] = {}
-        for number, call in used.items():
-            numbers[call.term] = (*numbers.get(call.term, ()), number)
-        terms = tuple(replace(term, calls=calls) for term, calls in numbers.items()) or (LossTerm("samples"),)
-        reasons = dict.fromkeys(call.reason for call in used.values() if call.reason)
-        rule = LossRule(terms, bool(used) and not reasons, "; ".join(reasons) if used else _NO_FUNCTION)
-        result_is = [call.is_sum for call in self._calls if call.result is loss]
-        # A mean by torch's loss functions that nothing was divided by is no sum over items.
-        untouched = False in result_is or not self._flow.asks_inputs
-        is_mean = rule.exact and untouched and Given(NUM_ITEMS) not in sources
-        over_items = [term.kind for term in terms] == ["sum"]
-        is_sum = reduction == "sum" or (reduction == NUM_ITEMS and not is_mean and not over_items)
-        # What the model computed besides the results of loss functions.
-        more = sources - NOTHING.union(*(call.made_of for call in used.values()))
-        if over_items and any(not isinstance(source, Reduced | Given) for source in more):
-            # The forward adds it once, whatever the caller divides the sum by: microbatches make a mean of it.
-            rule = replace(rule, rest=LossTerm("samples"))
-        if rule.exact and (self._flow.branches_on_loss or not self._flow.is_mean(loss)):
-            rule = replace(rule, exact=False, reason=_MADE_OF_MEANS)
-        if is_sum or True in result_is:
-            # A sum over the batch, of which nothing was made: the sums of the microbatches add up to it.
-            rule = LossRule((LossTerm("sum", calls=terms[0].calls),))
+    def rule(
+        self,
+        loss: torch.Tensor,
+        output: Any,
+        again: Callable[[int], tuple[LossTrace, torch.Tensor] | None],
+        reduction: str | None = None,
+    ) -> LossRule:
+        """The rule for the loss of an output.
+
+        Args:
+            again: the loss of a forward with so many times as many samples, where that works.
+            reduction: what the loss's maker says of it: "sum", or nothing.
+        """
+        parts = self._flow.record.calls_alone(loss)
+        if parts is None:
+            twice = [again(times) for times in (2, 4)]
+            pairs = [pair for pair in twice if pair is not None]
+            if len(pairs) == 2:
+                parts = parts_of([losses._flow.record for losses, _ in pairs], [loss for _, loss in pairs])
+            if parts is None:
+                parts = self._flow.record.used_calls(loss) | {MIXED}
+        rule = LossRule((LossTerm("sum"),)) if reduction == "sum" else self._rule_of(parts)
+        used = {part.call for part in parts}
         fields = (
             name
             for name, value in (output.items() if isinstance(output, Mapping) else ())
             if name != "loss" and isinstance(value, torch.Tensor) and not value.dim() and value.is_floating_point()
-            and any(Reduced(number) in self._flow.sources(value) for number in used)
+            and any(part.call in used for part in self._flow.record.used_calls(value))
         )  # fmt: skip
         return replace(rule, fields=tuple(fields))
 
-    def _recognise(self, func: Any, arguments: Mapping[str, Any]) -> tuple[LossTerm, str]:
-        label = func.__name__
-        reduction = arguments.get("reduction", "mean")
-        if reduction == "sum" and self._inputs.get(NUM_ITEMS) is not None:
-            return LossTerm("sum"), ""
-        if reduction not in ("mean", "batchmean"):
-            return LossTerm("samples"), f"the model's code reduces the result of {label} (reduction={reduction!r})"
-        if arguments.get("weight") is not None and func in CLASS_LOSSES:
-            return LossTerm("samples"), f"{label} weighs classes, so its mean is over class weights"
-        if func is functional.ctc_loss:  # each sample's by the length of its target, and of these the mean
-            return LossTerm("samples"), ""
-        # The first two tensors: what was predicted, and what it is compared with.
-        prediction, target, *_ = (value for value in arguments.values() if isinstance(value, torch.Tensor))
+    def _rule_of(self, parts: Parts) -> LossRule:
+        numbers: dict[LossTerm, tuple[int, ...]] = {}
+        reasons = []
+        for number in sorted({part.call for part in parts if part.call is not None}):
+            term, reason = self._calls[number]
+            powers = {part.power for part in parts if part.call == number}
+            if powers == {0} and term.kind == "sum":  # divided by the number of samples
+                term = LossTerm("samples")
+            elif powers != {int(term.kind == "sum")}:
+                reason = _MADE_OF_MEANS
+            numbers[term] = (*numbers.get(term, ()), number)
+            reasons.append(reason)
+        terms = tuple(replace(term, calls=calls) for term, calls in numbers.items())
+        more = {part for part in parts if part.call is None}
+        powers = {part.power for part in more}
+        mixes = bool(powers - {0, 1})
+        if mixes:
+            reasons.append(_REDUCES.format(self._unreduced) if self._unreduced else _MADE_OF_MEANS)
+        over_items = mixes and all(part.over_items or part.power == 1 for part in more)
+        of_rest = LossTerm("sum" if powers == {1} or over_items else "samples")
+        if powers >= {0, 1} and not mixes:
+            raise CriterionError(_SUM_AND_MEAN)
+        rest = of_rest if more else None
+        if mixes and any(term.kind != "sum" for term in terms):
+            rest = None  # beside means it is weighted as they are
+        if not terms:
+            terms, rest = (of_rest,), None
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        return LossRule(terms, not reason, reason, rest=rest if terms != (rest,) else None)
+
+    def _recognise(self, label: str, arguments: Mapping[str, Any]) -> LossCall:
+        if arguments["reduction"] == "sum":
+            return LossCall(LossTerm("sum"), "")
+        prediction, target, weight = arguments["input"], arguments["target"], arguments["weight"]
         selected = any(isinstance(source, Selected) for source in self._flow.sources((prediction, target)))
-        if func in CLASS_LOSSES and (selected or not target.is_floating_point()):
-            return self._class_term(label, arguments.get("ignore_index", -100), prediction, target)
-        if selected:
-            return LossTerm("samples"), _SELECTED.format(label)
-        if func is functional.kl_div and reduction == "mean":
-            return LossTerm("samples"), ""
-        if prediction.numel() % batch_size(self._inputs, self._batch_dim):
-            return LossTerm("samples"), f"{label} is over elements that do not divide into samples"
-        return LossTerm("samples"), ""
+        if not selected and target.is_floating_point():
+            return LossCall(LossTerm("samples"), "")
+        term, reason = self._class_term(label, arguments["ignore_index"], prediction, target)
+        if weight is not None and not reason:
+            if term.kind != "tokens" or weight.requires_grad or not self._is_constant(weight):
+                return LossCall(LossTerm("samples"), f"{label} weighs classes by numbers that are computed")
+            term = replace(term, weights=ClassWeights(weight))
+        return LossCall(term, reason)
+
+    def _is_constant(self, weight: torch.Tensor) -> bool:
+        """Whether these are the same numbers for each batch: a tensor of the loss's own, or one that the model has."""
+        sources = self._flow.sources(weight)
+        return not sources or (len(sources) == 1 and all(isinstance(source, Outside) for source in sources))
 
     def _class_term(
         self, label: str, ignore_index: int | None, prediction: torch.Tensor, target: torch.Tensor
@@ -149,7 +198,12 @@ class LossTrace:
                         continue
                     term = LossTerm("tokens", name, start, stop, ignore_index, mask)
                     if self._explains(term, target, selected):
-                        return self._bounded(term, prediction, self._inputs[name]), ""
+                        term = self._bounded(term, prediction, self._inputs[name])
+                        # Placeholders do not show it if other labels than theirs are changed.
+                        within = ("clamp",) if term.kind == "positions" else ()
+                        if not self._flow.record.keeps(target, labels, within):
+                            return LossTerm("samples"), f"{label} compares with targets that are computed from {name}"
+                        return term, ""
         if selected:
             return LossTerm("samples"), _SELECTED.format(label)
         return LossTerm("samples"), f"{label} compares with targets that are made from {', '.join(given)}"
@@ -192,8 +246,16 @@ class LossTrace:
 
 
 # Why a loss is not exact.
-_NO_FUNCTION = "it is computed by none of torch's loss functions"
-_MADE_OF_MEANS = "it is more than the results of torch's loss functions, scaled by constants and added up"
+_MADE_OF_MEANS = (
+    "it is more than the results of torch's loss functions, and sums and means over samples, scaled by constants and "
+    "added up"
+)
+_REDUCES = "the model's code reduces the result of {} (reduction='none')"
+_SUM_AND_MEAN = (
+    "the loss adds a sum over samples, or one divided by num_items_in_batch, to a mean or a constant, both taken "
+    "by hand, so microbatches cannot tell which is which: divide both by num_items_in_batch or by the number of "
+    "samples, or let torch.nn.functional.cross_entropy or nll_loss take one of the two"
+)
 _SELECTED = "{} is given elements selected by their values"
 
 

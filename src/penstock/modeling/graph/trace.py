@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -32,7 +33,7 @@ from penstock.modeling.graph.dataflow import (
     Value,
 )
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
-from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder
+from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder, with_more_samples
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import narrow_copy
@@ -164,6 +165,57 @@ def trace(
         head: the unit whose logits only a loss over chunks of tokens may use.
     """
     functions.sync()
+    follow = partial(_follow, model, functions, interceptor, call, criterion, for_criterion, batch_dim or {}, head)
+    planner, losses, draws, output, loss = follow(inputs)
+    if head is not None and loss is not None and not losses.in_chunks:
+        raise ChunkedLossError(
+            f"{KEY}: the loss of {type(model).__name__} is no cross-entropy of what {head} returns: another loss, or "
+            f"another forward, is in use. Leave {KEY} out"
+        )
+
+    def again(times: int) -> tuple[LossTrace, torch.Tensor] | None:
+        """The loss with so many times as many samples, None if the model's code does not work with these."""
+        try:
+            _, losses, _, _, loss = follow(with_more_samples(inputs, times, batch_dim or {}))
+        except Exception:  # whatever that code says
+            return None
+        return None if loss is None else (losses, loss)
+
+    flow = planner.flow
+    leaves, _ = flatten(output)
+    fielded = named_output(output)
+    refuse_hidden_tensors(fielded)
+    form = form_of(fielded)
+    return Trace(
+        calls=tuple(planner.calls),
+        output_sources=flow.sources(leaves) | flow.sources(loss),
+        controls=tuple(flow.controls),
+        written=frozenset(flow.written),
+        written_inputs=tuple(sorted(flow.written_inputs)),
+        asks_inputs=flow.asks_inputs,
+        loss=None if loss is None else losses.rule(loss, fielded, again, getattr(criterion, "reduction", None)),
+        draws=tuple(sorted(draws)),
+        batchwise=tuple(sorted(functions.seen.batchwise)),
+        shapes=planner.shapes,
+        output_shapes=shapes_of(fielded),
+        fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
+        form=form,
+        head=head,
+    )
+
+
+def _follow(
+    model: nn.Module,
+    functions: ShapeFunctions,
+    interceptor: Interceptor,
+    call: Callable[..., Any] | None,
+    criterion: Callable[..., Any] | None,
+    for_criterion: Collection[str],
+    batch_dim: Mapping[str, int | None],
+    head: str | None,
+    inputs: Mapping[str, Any],
+) -> tuple[_Planner, LossTrace, Collection[str], Any, torch.Tensor | None]:
+    """One forward, followed: what was noted of it, which random numbers it draws, its output and its loss."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -184,7 +236,7 @@ def trace(
         named = named_tensors(arguments)
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
-        losses = LossTrace({**arguments, **named}, flow, batch_dim or {})
+        losses = LossTrace({**arguments, **named}, flow, batch_dim)
         interceptor.handler, before = planner, fingerprints((PYTHON, NUMPY), device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
@@ -208,31 +260,7 @@ def trace(
             raise failure from error
         finally:
             interceptor.handler = None
-    if head is not None and loss is not None and not losses.in_chunks:
-        raise ChunkedLossError(
-            f"{KEY}: the loss of {type(model).__name__} is no cross-entropy of what {head} returns: another loss, or "
-            f"another forward, is in use. Leave {KEY} out"
-        )
-    leaves, _ = flatten(output)
-    fielded = named_output(output)
-    refuse_hidden_tensors(fielded)
-    form = form_of(fielded)
-    return Trace(
-        calls=tuple(planner.calls),
-        output_sources=flow.sources(leaves) | flow.sources(loss),
-        controls=tuple(flow.controls),
-        written=frozenset(flow.written),
-        written_inputs=tuple(sorted(flow.written_inputs)),
-        asks_inputs=flow.asks_inputs,
-        loss=None if loss is None else losses.rule(loss, fielded, getattr(criterion, "reduction", None)),
-        draws=tuple(sorted(draws)),
-        batchwise=tuple(sorted(functions.seen.batchwise)),
-        shapes=planner.shapes,
-        output_shapes=shapes_of(fielded),
-        fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
-        form=form,
-        head=head,
-    )
+    return planner, losses, draws, output, loss
 
 
 def _loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:

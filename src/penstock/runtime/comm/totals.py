@@ -38,12 +38,12 @@ class Totals:
         self._context = context
         self._on_host = context.device.type == "cpu"
         # What is summed of the terms, and of the loss and the facts; and what of it is under way.
-        self._counts, self._num_counts = torch.zeros(0, dtype=torch.int64), 0
+        self._counts, self._num_counts = torch.zeros(0, dtype=torch.float64), 0
         self._loss = self._sums = torch.zeros(())
         self._counting: list[dist.Work] = []
         self._summing: list[dist.Work] = []
 
-    def start_counts(self, counts: Sequence[int]) -> None:
+    def start_counts(self, counts: Sequence[float]) -> None:
         """Begin to sum the numbers of terms in the loss's means, empty if this pipeline has no microbatch, as is the
         result then; `finish_counts` gives those of the global batch. Both are called on last stages only."""
         # A pipeline without a microbatch does not know how many means there are.
@@ -52,14 +52,14 @@ class Totals:
                 f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_LOSS_TERMS} "
                 "at most"
             )
-        self._counts = torch.tensor([*counts, *[0] * (MAX_LOSS_TERMS - len(counts))], dtype=torch.int64)
+        self._counts = torch.tensor([*counts, *[0] * (MAX_LOSS_TERMS - len(counts))], dtype=torch.float64)
         self._num_counts = len(counts)
         if self._several:
             with self._guard_counts():
                 group = self._context.groups.last_stages
                 self._counting.append(dist.all_reduce(self._counts, group=group, async_op=True))
 
-    def finish_counts(self) -> Sequence[int]:
+    def finish_counts(self) -> Sequence[float]:
         """What `start_counts` began."""
         while self._counting:
             with self._guard_counts():
