@@ -312,7 +312,7 @@ class Engine:
             self.split.kept_state = None
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
                 self.report = step.report
-                self.parts.updates.end_step()
+                self.parts.updates.end_step(due=bool(settings.reduces))
         if step.interruption is not None:
             raise step.interruption
         warn_of_changed_buffers(self.split.model, buffers)
@@ -377,7 +377,7 @@ class Engine:
 
     def note_loaded(self) -> None:
         """The weights were given values that no step of an optimizer has made."""
-        self.parts.updates.end_step()
+        self.parts.updates.end_step(due=False)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

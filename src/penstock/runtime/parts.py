@@ -3,6 +3,7 @@ the model, and its parameters."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -100,6 +101,7 @@ class Parts:
         if self._choose_owners is not None:
             self.held = self._choose_owners(self.held, before, context)
         self.gradients = Gradients(self.held, context)
+        self._ids = frozenset(id(one.parameter) for one in self.held)
         self._has_owners = any(one.owners for one in self.held)
         self._modules = [model, *map(model.get_submodule, context.layout.units)]
         self._frozen = FrozenParameters(self.held, context, model)
@@ -165,8 +167,47 @@ class Parts:
             modes_digest(self._modules),
             bits_of(loss_scale),
             int(reduces),
-            *self._frozen.numbers(self.updates.changed() if self._has_owners else (), self.copies.vote()),
+            *self._frozen.numbers(
+                self.updates.changed() if self._has_owners else (), self.copies.vote() + bool(self._strangers())
+            ),
         )
+
+    def _strangers(self) -> list[str]:
+        """The names of trained parameters that the model has here and this rank does not hold: those that have come
+        since it was parallelised, or were put in the place of others."""
+        found, modules, seen = [], [self._split.model], set[int]()
+        for module in modules:  # faster than `parameters()`, in each step
+            if id(module) not in seen:
+                seen.add(id(module))
+                found += [p for p in module._parameters.values() if p is not None and id(p) not in self._ids]
+                modules += [child for child in module._modules.values() if child is not None]
+        unknown = {id(parameter) for parameter in found if parameter.requires_grad}
+        if not unknown:
+            return []
+        return [name for name, parameter in self._split.model.named_parameters() if id(parameter) in unknown]
+
+    def _compare_weights(self, ranks: Ranks) -> None:
+        """Say what is wrong with the weights, on every rank."""
+        changed = list(self.updates.changed()) if self._has_owners else []
+        every = ranks.exchange([self._strangers(), int(self.updates.state()), bool(changed)], "comparing weights")
+        if strangers := list(dict.fromkeys(name for names, _, _ in every for name in names)):
+            more = f", and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+            raise SettingsMismatch(
+                f"the model has trained parameters that it had not when it was parallelised: {', '.join(strangers[:5])}"
+                f"{more}. Their gradients would be neither summed over pipelines nor counted in the norm. Add or "
+                "replace parameters before initialize(); give one that is there other values in place "
+                "(parameter.data.copy_(...))"
+            )
+        torn = len({state for _, state, _ in every}) > 1  # an update that a signal kept some ranks from
+        if words := self.copies.settle(adopt=torn):
+            if not torn:
+                raise SettingsMismatch(words)
+            warnings.warn(f"{words}. From here on all have the copy of the first of these ranks", stacklevel=2)
+        elif any(has_changed for _, _, has_changed in every):
+            raise SettingsMismatch(
+                "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
+                "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"
+            )
 
     def shared(self, settings: Settings) -> Summary:
         """What the pipelines compare of a step's or an evaluation's settings."""
@@ -188,12 +229,5 @@ class Parts:
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
             refuse_frozen_on_some(dict(zip(sorted(said), every, strict=True)))
-            if words := self.copies.settle():
-                raise SettingsMismatch(words)
-            if any(ranks.exchange(self._has_owners and self.updates.changed(), "comparing updated weights")):
-                raise SettingsMismatch(
-                    "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a "
-                    "weight's owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it "
-                    "to the others"
-                )
+            self._compare_weights(ranks)
         return answers.pipeline

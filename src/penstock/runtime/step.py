@@ -46,6 +46,10 @@ from penstock.schedule.communication import Step
 
 # How many seconds a signal that interrupted some ranks may take to reach another one.
 LATE_SIGNAL = 3.0
+CHANGED = (
+    "gradients were changed or dropped inside the loop over microbatches, before they were complete: call zero_grad(), "
+    "and whatever else changes gradients, before the loop or after it"
+)
 
 
 class StepNotes(Protocol):
@@ -104,6 +108,8 @@ class TrainingStep:
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         self._losses: list[torch.Tensor] = []
+        # A parameter, its gradient, and how often that was changed, when the loop's body was last to leave it alone.
+        self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
@@ -153,12 +159,8 @@ class TrainingStep:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
-                if not self._called:
-                    fault = LoopError(
-                        f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on "
-                        "each yielded loss, before taking the next (to give up the step, break out of the loop on "
-                        "every rank)"
-                    )
+                fault = self._fault_of_body()
+                if fault is not None:
                     with after(fault):  # the others get it as a failure of this rank
                         self._run_to_the_end(losses, str(fault))
                     raise fault
@@ -176,6 +178,15 @@ class TrainingStep:
         finally:
             self._output = self._loss = None  # a loss's hook refers to the step: garbage that Python cannot see
             board.position.leave()
+
+    def _fault_of_body(self) -> LoopError | None:
+        """What the loop's body did that it must not, or left out."""
+        if not self._called:
+            return LoopError(
+                f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on each "
+                "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
+            )
+        return LoopError(CHANGED) if self._gradient_changed() else None
 
     def _run_actions(self) -> Generator[torch.Tensor, None, None]:
         """Run this rank's part of the schedule; gives each loss whose backward is due."""
@@ -298,6 +309,8 @@ class TrainingStep:
             proxy = proxy_loss(value, self._proxy_dtype, on_backward)
             output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
+        if self._losses:  # zero_grad() at the loop's first microbatch does no harm
+            self._note_gradient()
         self._losses.append(value)
         self._output = output
         loss = output.loss
@@ -320,6 +333,9 @@ class TrainingStep:
                 "schedule has no messages. Leave create_graph out, or train this model without pipelines"
             )
             raise LoopError(self._fault)
+        if self._gradient_changed():
+            self._fault = CHANGED
+            raise LoopError(CHANGED)
         self._called, self._incoming = True, incoming
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
@@ -333,9 +349,24 @@ class TrainingStep:
             # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
             send = partial(self._send_backward, top, microbatch, live)
             torch.autograd.Variable._execution_engine.queue_callback(send)
+        torch.autograd.Variable._execution_engine.queue_callback(self._note_gradient)
         gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
         self._interrupts.busy = before
         run_backward(live.sent, gradients)
+
+    def _note_gradient(self) -> None:
+        """Remember a gradient that nothing but backwards may change now. Not where it may be summed meanwhile."""
+        found = None
+        if not self._anything_shared or self._position != self._program.final_backward:
+            found = next((one for one in self._gradients.parameters if one.grad is not None), None)
+        self._seen = None if found is None or found.grad is None else (found, found.grad, found.grad._version)
+
+    def _gradient_changed(self) -> bool:
+        """Whether the loop's body has changed a gradient, or dropped it, but for its backward."""
+        if self._seen is None:
+            return False
+        (parameter, gradient, version), self._seen = self._seen, None
+        return parameter.grad is not gradient or gradient._version != version
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""

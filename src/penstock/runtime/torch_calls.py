@@ -1,7 +1,8 @@
 """What torch's own functions do with a rank's part of a model, where it would silently differ from the whole's.
 
 `clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
-`GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused.
+`GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused,
+as are updates inside a training step. Of others the engine is told when they begin and end.
 A scheduler that accelerate has prepared steps once for each pipeline, not for each rank. Other models' parameters are
 not concerned.
 """
@@ -19,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
@@ -46,6 +47,8 @@ def follow(engine: Engine) -> None:
 @functools.cache
 def _install() -> None:
     register_optimizer_step_pre_hook(_refuse_over_all)
+    register_optimizer_step_pre_hook(_before_update)
+    register_optimizer_step_post_hook(_after_update)
     # Both are wrappers for torch.no_grad. The function inside is exchanged, so that whoever has imported one has ours.
     wrapper: Any
     for wrapper, ours in ((torch.nn.utils.clip_grad_norm_, _clip), (torch.nn.utils.get_total_norm, _total_norm)):
@@ -139,6 +142,23 @@ def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *
     state = SimpleNamespace(num_processes=len(engines[0].layout.pipelines))
     with mock.patch.object(accelerates, "AcceleratorState", lambda: state):
         accelerates_own(scheduler, *args, **kwargs)
+
+
+def _updated_by(optimizer: Optimizer) -> list[Engine]:
+    """Those some of whose weights on this rank an optimizer has."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return [engine for engine in _engines if engine.parts.updates.has_any_of(parameters)]
+
+
+def _before_update(optimizer: Optimizer, *_: Any) -> None:
+    for engine in _updated_by(optimizer):
+        engine.parts.open_step.refuse("optimizer.step() inside the loop over microbatches")
+        engine.parts.updates.begin_update()
+
+
+def _after_update(optimizer: Optimizer, *_: Any) -> None:
+    for engine in _updated_by(optimizer):
+        engine.parts.updates.end_update()
 
 
 def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:

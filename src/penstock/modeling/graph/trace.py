@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
@@ -241,7 +242,8 @@ def _follow(
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
-                loss = _loss_by(criterion, output, arguments)
+                with nullcontext() if criterion is None else OwnNumbers(model):
+                    loss = _loss_by(criterion, output, arguments)
                 _refuse_changed(model, real, flow)
             draws = drawn_since(before, device) | ({TORCH} if functions.seen.draws else set())
         except (ReachedInside, CriterionError, ChunkedLossError):
@@ -272,6 +274,25 @@ def _loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]
             "is no part of the batch's loss: use the optimizer's weight_decay, or add its gradient on each rank to "
             "those of model.parameters() after the loop over microbatches"
         ) from error
+
+
+class OwnNumbers(TorchFunctionMode):
+    """Raises CriterionError where a criterion uses a trained number that is not the model's, such as a parameter of a
+    module of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._known = {id(parameter) for parameter in model.parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._known:
+                raise CriterionError(
+                    f"the criterion uses a trained number of its own, of shape {tuple(leaf.shape)}: only the rank of "
+                    "the last stage would train it. Put it into the model, in a module that its forward calls, and let "
+                    "the criterion take what that returns; or freeze it (requires_grad=False)"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class _Planner:

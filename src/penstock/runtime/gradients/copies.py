@@ -54,9 +54,9 @@ class TiedCopies:
         return self._vote
 
     @torch.no_grad()
-    def settle(self) -> str | None:
-        """Where copies differ by roundings, all take that of the first holder. What to say if they differ by more. All
-        ranks call this together."""
+    def settle(self, adopt: bool = False) -> str | None:
+        """Where copies differ by roundings, or whatever they differ by with `adopt`, all take that of the first holder.
+        What to say if they differ by more. All ranks call this together."""
         rank, groups, found = self._context.rank, self._context.groups, {}
         with self._context.board.guard("comparing tied weights", self._context.everyone):
             for one in self._tied:
@@ -68,7 +68,7 @@ class TiedCopies:
                 limit = ROUNDINGS * torch.finfo(own.dtype).eps * float(first.abs().max()) if own.numel() else 0.0
                 if apart > limit:
                     found[one.name] = apart
-                elif apart:
+                if apart and (adopt or apart <= limit):
                     one.parameter.copy_(first)
         self._versions = []
         mine = {one.name: [found.get(one.name, 0.0), self._names[one.name]] for one in self._tied}

@@ -6,7 +6,7 @@ one rank and before it on another. Nothing can undo an update; but whoever saves
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from operator import attrgetter
 
@@ -27,21 +27,42 @@ class Update(IntEnum):
 
 
 class UpdateWatch:
-    """Notes which weights change between training steps: those that did once are what an optimizer updates."""
+    """Notes updates between training steps: steps of optimizers, of which torch tells the beginning and the end, and
+    weights that are changed by hand, of which those that changed together once are what an update changes."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
+        self._ids = frozenset(map(id, parameters))
         self._versions: list[int] = []
-        self._usual: list[int] = []
+        self._patterns: set[tuple[int, ...]] = set()
+        self._begun = self._ended = 0
+        # Whether this rank took an update after each step so far that was meant for one.
+        self._always = True
+        self._due = False
 
     def begin_step(self) -> None:
         """A training step begins: whatever changed until now was one update, or none."""
-        changed = self.changed()
+        changed = tuple(self.changed())
         if changed:
-            self._usual = changed
+            self._patterns.add(changed)
+        elif not self._ended:
+            self._always &= not self._due
 
-    def end_step(self) -> None:
+    def end_step(self, due: bool = True) -> None:
+        """A step has ended. `due`: whether an update is expected of whoever has a gradient."""
         self._versions = list(map(_version, self._parameters))
+        self._begun = self._ended = 0
+        self._due = due and any(parameter.grad is not None for parameter in self._parameters)
+
+    def has_any_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return any(id(parameter) in self._ids for parameter in parameters)
+
+    def begin_update(self) -> None:
+        """An optimizer begins a step on some of these weights."""
+        self._begun += 1
+
+    def end_update(self) -> None:
+        self._ended += 1
 
     @property
     def none(self) -> bool:
@@ -49,10 +70,14 @@ class UpdateWatch:
         return not self.changed()
 
     def state(self) -> Update:
-        if not self._usual:
+        if self._begun or self._ended:
+            return Update.WHOLE if self._begun <= self._ended else Update.PART
+        if not self._patterns:
             return Update.UNKNOWN
-        changed = self.changed()
-        return Update.NONE if not changed else Update.WHOLE if changed == self._usual else Update.PART
+        if changed := tuple(self.changed()):
+            return Update.WHOLE if changed in self._patterns else Update.PART
+        # Where some updates pass this rank by, as optimizers take turns, or parts of the model do, none says nothing.
+        return Update.NONE if self._due and self._always else Update.UNKNOWN
 
     def changed(self) -> list[int]:
         """The places of the weights that have changed since the last step's end."""
