@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -30,9 +30,10 @@ import penstock
 from families import FAMILIES
 from launch import run_python
 from own_models import MappedRegression
+from penstock.integrations.plugin_training import NOT_CALLED
 from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
 from pool import Pool
-from trainer_runs import defaults, samples
+from trainer_runs import BATCH, defaults, samples
 
 TOLERANCE = 1e-6
 
@@ -435,16 +436,8 @@ def test_the_best_step_is_rank_0s_if_metrics_differ(pool: Pool, tmp_path: Path) 
     assert pool.run(2, differing_metrics, tmp_path, init=False) == [(2, ["checkpoint-2"])] * 2
 
 
-# What the mixin does in its own way, and the Trainer has a method for.
-REPLACED = sorted(
-    name
-    for name, value in vars(PipelineTrainerMixin).items()
-    if isinstance(value, FunctionType) and name in vars(Trainer) and name not in ("__init__", "compute_loss")
-)
-
-
-def own_methods(called: set[str]) -> type:
-    """A class derived from `Trainer` that defines each of these, calls `super()`, and notes it."""
+def noting_every_method(called: set[str], leaving_out: Collection[str] = ()) -> type[Trainer]:
+    """A class derived from `Trainer` that defines each of its methods, notes that it is called, and calls `super()`."""
 
     def noting(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -453,36 +446,55 @@ def own_methods(called: set[str]) -> type:
 
         return method
 
-    kind: type = type("Own", (Trainer,), {name: noting(name) for name in REPLACED})
+    # A `compute_loss` of one's own is refused.
+    names = {name for name, value in vars(Trainer).items() if isinstance(value, FunctionType) and name[:2] != "__"}
+    kind: Any = type("Own", (Trainer,), {one: noting(one) for one in names - {"compute_loss", *leaving_out}})
     return kind
 
 
-def train_with_own_methods(folder: Path) -> tuple[list[str], list[str]]:
+def methods_called(folder: Path, stages: int = 0, plugin: bool = False, evaluates: bool = False) -> set[str]:
+    """Those of a class of one's own, in two runs, of which the second goes on from the first's checkpoint."""
     called: set[str] = set()
-    kind = type("Split", (PipelineTrainerMixin, own_methods(called)), {})
+    own = noting_every_method(called, NOT_CALLED if plugin else ())
+    kind: Any = type("Split", (PipelineTrainerMixin, own), {}) if stages else own
     options = arguments(
-        folder, max_steps=2, save_steps=1, save_strategy="steps", eval_strategy="steps", eval_steps=1,
-        load_best_model_at_end=True,
+        folder, max_steps=2, save_steps=1, save_strategy="steps", eval_strategy="steps" if evaluates else "no",
+        eval_steps=1, load_best_model_at_end=evaluates, gradient_accumulation_steps=1,
     )  # fmt: skip
-    for resume in (False, folder / "checkpoint-1"):
-        trainer = kind(
-            gpt2(),
-            options,
-            train_dataset=texts(16),
-            eval_dataset=texts(4),
-            parallelism={"pipeline_parallel_size": 2},
-        )
-        trainer.train(resume_from_checkpoint=resume and str(resume))
-    trainer.predict(texts(4))
-    with pytest.raises(NotImplementedError, match="push_to_hub"):
-        trainer.push_to_hub()
-    return REPLACED, sorted(called)
+    for checkpoint in (None, str(folder / "checkpoint-1")):
+        model, parallelism = gpt2(), kind_of(stages)[1]
+        if plugin:
+            parallelism = {"parallelism": penstock.HeterogeneousParallelPlugin(microbatch_size=BATCH)}
+            parallelism["parallelism"].set_pipelines([penstock.PipelineTemplate.balanced(model, stages)], [1])
+        trainer = kind(model, options, train_dataset=texts(16), eval_dataset=texts(4), **parallelism)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if evaluates:
+        trainer.predict(texts(4))
+    return called
 
 
-def test_classes_below_the_mixin_keep_every_method_of_their_own(pool: Pool, tmp_path: Path) -> None:
-    assert {"training_step", "_save", "_load_best_model", "get_train_dataloader"} <= set(REPLACED)
-    for replaced, called in pool.run(2, train_with_own_methods, tmp_path, init=False):
-        assert called == replaced
+# What only the plain Trainer's own loading and its parallelism over sequences ask for.
+OF_THE_PLAIN_TRAINER = {"_issue_warnings_after_load", "_prepare_context_parallel_inputs"}
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluating"])
+def test_every_method_that_the_trainer_calls_is_called_over_pipelines(
+    pool: Pool, tmp_path: Path, evaluates: bool
+) -> None:
+    """A class between the mixin and the Trainer may define any, in its own way."""
+    expected = methods_called(tmp_path / "plain", evaluates=evaluates) - OF_THE_PLAIN_TRAINER
+    assert {"training_step", "_save", "_load_from_checkpoint", "compute_loss_context_manager"} <= expected
+    for called in pool.run(2, methods_called, tmp_path / "split", 2, evaluates=evaluates, init=False):
+        assert expected <= called, expected - called
+    for called in pool.run(2, methods_called, tmp_path / "plugin", 2, True, evaluates, init=False):
+        assert expected - {*NOT_CALLED} <= called, expected - called
+
+
+def test_methods_that_a_plugin_would_not_call_are_refused(tmp_path: Path) -> None:
+    kind = type("Split", (PipelineTrainerMixin, noting_every_method(set())), {})
+    options = arguments(tmp_path, gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"Own\.\w+ does not work with a plugin: it would not be called"):
+        kind(gpt2(), options, parallelism=penstock.HeterogeneousParallelPlugin(microbatch_size=BATCH))
 
 
 class HalfGradients(Trainer):

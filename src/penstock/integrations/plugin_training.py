@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from penstock.booster import Booster
@@ -35,6 +35,11 @@ REFUSED_IF_SET = {
     "dataloader_persistent_workers": "leave it out: the loader may change while it is read",
     "ignore_data_skip": "a loader goes on where it was",
 }
+# Methods of the Trainer that nobody calls with a plugin: it has its own loader, and its step may be made again.
+NOT_CALLED = (
+    "_get_dataloader", "_get_train_sampler", "_load_rng_state", "_load_scaler", "_prepare_input", "_prepare_inputs",
+    "_wrap_model", "autocast_smart_context_manager", "compute_loss_context_manager",
+)  # fmt: skip
 # Arguments of the Trainer by which the calls of all processes of an elastic run are decided.
 DECIDING = (
     "max_steps", "num_train_epochs", "max_grad_norm", "logging_strategy", "logging_steps", "eval_strategy",
@@ -101,6 +106,10 @@ class PluginTraining:
             refused["average_tokens_across_devices=False"] = "a loss is always of the whole global batch"
         if plugin.settings.max_norm:
             refused["max_norm of the plugin"] = "use max_grad_norm"
+        for kind in type(self.trainer).__mro__:
+            if kind is not Trainer and kind.__module__.partition(".")[0] != "penstock":
+                instead = "it would not be called. Use train_dataset and data_collator"
+                refused |= {f"{kind.__name__}.{name}": instead for name in NOT_CALLED if name in vars(kind)}
         for name, instead in refused.items():
             raise ValueError(f"{name} does not work with a plugin: {instead}")
 

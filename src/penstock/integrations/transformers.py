@@ -354,11 +354,12 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)
         divisor = 1 if NUM_ITEMS in inputs else batches
         metrics = self._token_metrics(inputs)
-        loop = self._engine.train(self._cut(inputs), self._criterion)
-        for output in loop:
-            if metrics is not None:
-                metrics.add(output, loop.inputs)
-            self.accelerator.backward(output.loss / divisor)
+        with self.compute_loss_context_manager():
+            loop = self._engine.train(self._cut(inputs), self._criterion)
+            for output in loop:
+                if metrics is not None:
+                    metrics.add(output, loop.inputs)
+                self.accelerator.backward(output.loss / divisor)
         if metrics is not None:
             metrics.note()
         return loss_tensor(self._engine, self._engine.last_step.global_loss / divisor).to(self.args.device)
