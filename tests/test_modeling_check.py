@@ -160,6 +160,7 @@ class WithDummies(Two):
 def test_the_shape_of_an_image_is_guessed_past_the_roots_own_parameter() -> None:
     report = check(ByHand())
     assert report.splittable and dict(report.inputs) == {"image": (2, 3, 32, 32)}
+    assert "tokens" not in report.render()  # costs are of images
 
 
 def test_dummy_inputs_of_a_model_without_memory_are_used() -> None:

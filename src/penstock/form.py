@@ -16,7 +16,7 @@ from penstock.integrations.packed_layers import mark_packed
 from penstock.integrations.whole_inputs import inputs_without_samples
 from penstock.layout.announce import announce
 from penstock.layout.layout import Layout
-from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
@@ -85,7 +85,8 @@ def form(
     planned = plan(found, ranks)
     layout, options = planned.layout, _with_found_dims(model, planned.options, ranks)
     if ranks.rank == 0:
-        announce(type(model).__name__, layout, planned.schedules, planned.microbatches, planned.costs)
+        how = planned.schedules, planned.microbatches, planned.costs, counted_samples(model)
+        announce(type(model).__name__, layout, *how)
     if make is not None:
         model = mark_packed(make(layout, ranks))
     sharding = sharding_of(layout)

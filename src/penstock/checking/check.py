@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from penstock.layout.announce import LENGTH, compact
-from penstock.modeling.graph.costs import unit_costs
+from penstock.layout.announce import compact
+from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.graph.dataflow import Value
 from penstock.modeling.graph.dummy_inputs import InputsError, InputsNeeded
 from penstock.modeling.graph.plan import make_plan
@@ -77,6 +77,7 @@ class Report:
     units: tuple[UnitReport, ...] = ()  # in forward order; empty if the model cannot be split
     boundaries: tuple[BoundaryReport, ...] = ()  # one between each two units
     ties: tuple[tuple[str, ...], ...] = ()  # names of each parameter that several units hold
+    samples: str = "relative"  # for which costs are estimated
     everywhere: tuple[str, ...] = ()  # names of the parameters outside of units, which every stage holds
     reason: str = ""  # why it cannot be split
     inputs_needed: str = ""  # why that is not known: its forward fails on inputs that were guessed
@@ -109,7 +110,7 @@ class Report:
             told = f"needs inputs to be followed (--inputs SCRIPT.py:NAME); on those guessed: {self.inputs_needed}"
             return "\n".join([*lines, wrapped(told)])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
-        lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {LENGTH}"]
+        lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {self.samples}"]
         groups = self._alike()
         names = [compact([unit.name for unit in units]) for units, _ in groups]
         width = max(map(len, names))
@@ -199,6 +200,7 @@ def check(
             for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
         ),
         boundaries=tuple(boundary_before(found, units, index) for index in range(1, len(units))),
+        samples=counted_samples(model),
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
     )

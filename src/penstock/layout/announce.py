@@ -12,19 +12,21 @@ from penstock.layout.layout import Layout, PipelineLayout
 
 logger = logging.getLogger("penstock")
 
-# For which samples costs are estimated (`modeling.graph.costs`). `penstock plan` says a length of its own.
-LENGTH = "for samples of at most 128 tokens"
-
 
 def announce(
-    model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
+    model_name: str,
+    layout: Layout,
+    schedules: Sequence[str],
+    microbatches: Sequence[str],
+    costs: Mapping[str, float],
+    samples: str,
 ) -> None:
-    """Say what the pipelines of a run are: in the log, at level INFO, or, where that is not kept, on stderr, unless
-    PENSTOCK_QUIET is set. For one rank to call."""
+    """Say what the pipelines of a run are, costs being those of `samples`: in the log, at level INFO, or, where that is
+    not kept, on stderr, unless PENSTOCK_QUIET is set. For one rank to call."""
     logged = logger.isEnabledFor(logging.INFO)
     if not logged and os.environ.get("PENSTOCK_QUIET", "0") not in ("", "0"):
         return
-    for line in _lines(model_name, layout, schedules, microbatches, costs):
+    for line in _lines(model_name, layout, schedules, microbatches, costs, samples):
         if logged:
             logger.info("%s", line)
         else:
@@ -32,7 +34,12 @@ def announce(
 
 
 def _lines(
-    model_name: str, layout: Layout, schedules: Sequence[str], microbatches: Sequence[str], costs: Mapping[str, float]
+    model_name: str,
+    layout: Layout,
+    schedules: Sequence[str],
+    microbatches: Sequence[str],
+    costs: Mapping[str, float],
+    samples: str,
 ) -> Iterator[str]:
     count, sharded = len(layout.pipelines), layout.tensor_parallel_size
     yield f"{model_name} on {layout.world_size} rank{'s' * (layout.world_size != 1)}: {count} pipeline" + (
@@ -44,7 +51,7 @@ def _lines(
         sums = [sum(costs[unit] for unit in units) for units in stages]
         whole = sum(sums) or 1.0
         slowest = max(sums) * len(sums) / whole
-        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean {LENGTH}"
+        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean {samples}"
         for stage, units in enumerate(stages):
             share, where = sums[stage] / whole, ranks_of(layout.pipelines[first], stage)
             yield f"  stage {stage} on rank {where}: {share:.1%} of the cost, {compact(units)}"

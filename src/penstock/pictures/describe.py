@@ -14,10 +14,10 @@ from typing import Any
 from rich.table import Column, Table
 from transformers import PreTrainedModel
 
-from penstock.layout.announce import LENGTH, compact, ranks_of
+from penstock.layout.announce import compact, ranks_of
 from penstock.layout.layout import Layout
 from penstock.layout.schedules import schedule_maker
-from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.weights.names import stage_sizes
 from penstock.pictures.simulate import Costs, LayoutSimulation, simulate_layout
 from penstock.pictures.tables import as_text
@@ -42,6 +42,7 @@ class LayoutDescription:
     microbatch_size: int
     parameters: Sequence[Sequence[int]] | None = None  # per pipeline and stage; None if no model was at hand
     costs: Mapping[str, float] | None = None  # the relative cost of each unit; None if no model was at hand
+    samples: str = "relative"  # for which costs are estimated, in words
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ class LayoutDescription:
         return (
             f"global batch: {sum(self.num_microbatches)} microbatches of {self.microbatch_size} = "
             f"{self.global_batch_size} samples; schedule {self.schedule_names}; gradients are summed in "
-            f"{len(segments(self.layout))} segment(s); costs are {LENGTH}"
+            f"{len(segments(self.layout))} segment(s); costs are {self.samples}"
         )
 
     def simulate(self) -> LayoutSimulation:
@@ -223,7 +224,9 @@ def describe_layout(
     sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
     costs = unit_costs(model, layout.units) if costs is None else costs
     by_unit = dict(zip(layout.units, costs, strict=True))
-    return LayoutDescription(type(model).__name__, layout, schedules, microbatch_size, sizes, by_unit)
+    return LayoutDescription(
+        type(model).__name__, layout, schedules, microbatch_size, sizes, by_unit, counted_samples(model)
+    )
 
 
 def _short(number: int) -> str:

@@ -67,6 +67,15 @@ def unit_costs(
     return _relative([sum(p.numel() for p in model.get_submodule(name).parameters()) for name in units])
 
 
+def counted_samples(model: nn.Module) -> str:
+    """For which samples `unit_costs` counts, in words."""
+    likeliest: dict[str, Any] = next(iter(dummy_inputs(model, batch=1, tokens=TOKENS)), {})
+    tensors = [value for value in likeliest.values() if isinstance(value, torch.Tensor)]
+    lengths = [each.shape[1] for each in tensors if each.dim() == 2 and not each.is_floating_point()]
+    floats = any(each.is_floating_point() for each in tensors)
+    return f"for samples of {lengths[0]} tokens" if lengths and not floats else "for samples of one size"
+
+
 def _relative(costs: Sequence[float]) -> list[float]:
     positive = [max(float(cost), 1.0) for cost in costs]
     mean = sum(positive) / len(positive)
