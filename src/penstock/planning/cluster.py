@@ -170,12 +170,13 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
     unknown = [name for name in counts if name not in speeds]
     unlimited = [name for name in unknown if name not in {"device", *limits}]
     if unknown and (len(counts) > 1 or unlimited):
-        near = get_close_matches(unknown[0], KNOWN_DEVICES, n=3) or KNOWN_DEVICES
-        said = f"how fast is {unknown[0]}?" if len(counts) > 1 else f"no known device is called {unknown[0]}."
+        close = get_close_matches(unknown[0], KNOWN_DEVICES, n=3)
+        near = f"nearest are {', '.join(close)}" if close else f"known are {', '.join(KNOWN_DEVICES)}"
+        said = f"how fast is {unknown[0]}" if len(counts) > 1 else f"no known device is called {unknown[0]}"
         lacking = [_options("--speed", own_speeds, unknown, "0.5")] if len(counts) > 1 else []
         lacking += [_options("--memory", memories, unlimited, "24GB")] if unlimited else []
         raise ValueError(
-            f"{said} Known are {', '.join(near)}. Of another give {' '.join(lacking)}, with its own numbers; speeds "
+            f"{said}; {near}. Of another give {' '.join(lacking)}, with its own numbers; speeds "
             f"are relative to {max(known, key=known.__getitem__) if known else 'each other'}"
         )
     return tuple(
