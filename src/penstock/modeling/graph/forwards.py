@@ -167,7 +167,7 @@ class Forwards:
                 self._head(criterion) if in_chunks else None,
             )  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
-            if call is None:  # then the arguments may be the reason, and not the model
+            if call is None and not inputs.get("fused_lm_head"):  # the arguments may be the reason, and not the model
                 left_out = () if criterion is None else self.for_criterion(inputs)
                 given = {name: value for name, value in inputs.items() if name not in left_out}
                 refuse_arguments(self.model, given, self._signature)
