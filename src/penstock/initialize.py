@@ -145,7 +145,8 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         patience=configuration.patience,
         choose_owners=dividing(int(configuration.sharded_optimizer)),
     )
-    in_words = f"{number or f'up to {_usual_number(configuration)}'} microbatches in a batch"
+    most = _usual_number(configuration)
+    in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)
     in_use = str(configuration.schedule) if written is None else written.name
     if configuration.micro_batch_size is not None:
         in_words = f"microbatches of {configuration.micro_batch_size}"
