@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from penstock.checkpoint import model_methods
+from penstock.checkpoint.model_state import warn_of_unsaved
 from penstock.config import Configuration
 from penstock.data.loader import ReplicaDataLoader
 from penstock.generation.generate import evaluate_with_cache, generate
@@ -383,6 +384,7 @@ def attach(
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         warn_of_batch_statistics(model)
+    warn_of_unsaved(model)
     mix_in(model, _mixin_of(model))
     _hand_over_saving(type(model))
     record = record_of(model)

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors.torch import load_file
 
+from .model_state import as_tensors
 from .tensors import bytes_of, checksum, dtype_name
 from .untrusted import CheckpointError, cannot_read, describe, open_plain
 
@@ -45,13 +46,15 @@ def write_tensors(
     save_function: SaveFunction | None = None,
     behind: Behind | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
+    plain: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
     """Write tensors, as `tensors.to_cpu` makes them, to a new file, whose format follows from the name, and have them
-    on disk before returning; with `behind` when this is left. `metadata`: what else a file of safetensors says. Returns
-    what a `TensorInfo` says of each; the checksums are there then, too. Raises CheckpointError, whatever went wrong."""
+    on disk before returning; with `behind` when this is left. `metadata`: what else a file of safetensors says.
+    `plain`: what else one of torch's holds. Returns what a `TensorInfo` says of each, once the checksums are there.
+    Raises CheckpointError, whatever went wrong."""
     if behind is None:
         with Behind() as behind:
-            return write_tensors(path, tensors, save_function, behind, metadata)
+            return write_tensors(path, tensors, save_function, behind, metadata, plain)
     infos = {name: {"shape": list(one.shape), "dtype": dtype_name(one.dtype)} for name, one in tensors.items()}
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
     told = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
@@ -61,10 +64,10 @@ def write_tensors(
             write_safetensors(path, tensors, behind, told, metadata)
             return infos
         if save_function is not None:
-            save_function(dict(tensors), path)
+            save_function({**tensors, **plain}, path)
         else:
             with open(path, "wb") as file:
-                torch.save(dict(tensors), file)
+                torch.save({**tensors, **plain}, file)
         flush_file(path)
     return infos
 
@@ -188,9 +191,12 @@ def _torch_state(path: str) -> dict[str, torch.Tensor]:
     with open_plain(path) as file:
         check_archive(file, path)
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(state, dict) or not all(_is_entry(*item) for item in state.items()):
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{path} does not hold tensors by name")
-    return state
+    tensors = as_tensors(state)
+    if not all(map(_is_whole, tensors.values())):
+        raise CheckpointError(f"{path} does not hold tensors by name")
+    return tensors
 
 
 def load_data(path: str) -> Any:
@@ -236,14 +242,11 @@ def _table_size(file: BinaryIO) -> int:
     return int.from_bytes(end[40:48] if is_large else end[88:92], "little")
 
 
-def _is_entry(name: Any, value: Any) -> bool:
-    """Whether this is a name and a dense tensor that has all its bytes in the file."""
+def _is_whole(value: torch.Tensor) -> bool:
+    """Whether this is a dense tensor that has all its bytes in the file."""
     return (
-        isinstance(name, str)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout == torch.strided
+        type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
-        and not value.is_quantized
         and not value.is_conj()
         and not value.is_neg()
         and value.is_contiguous()

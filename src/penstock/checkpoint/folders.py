@@ -47,6 +47,7 @@ from .manifest import (
     rank_file_name,
     weight_file_names,
 )
+from .model_state import MARK, as_values, held_state, own_name
 from .optimizer_state import OptimizerState
 from .plan import (
     Content,
@@ -61,7 +62,7 @@ from .plan import (
     writers_of,
 )
 from .staging import Replacement, write_index
-from .tensors import DTYPES, TensorInfo, first_of_tied, held_state, of_run, outline, tied_groups, to_cpu
+from .tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
 from .training_state import TrainingState, collect_training_state, common_content, random_key
 from .untrusted import is_regular, kind_of
 
@@ -103,7 +104,7 @@ class ModelFolder(Folder):
         def place_of(name: str) -> tuple[int, str]:
             # What a packed weight is saved as only its holder knows, so no order of its own counts.
             layer = unit_of(name, packed)
-            return (order.get(name, len(order)), "") if layer is None else (order[f"{layer}.weight"], name)
+            return (order.get(own_name(name), len(order)), "") if layer is None else (order[f"{layer}.weight"], name)
 
         names = _saved_names(model, sorted(sources, key=place_of))
         inputs = {name: _on_meta(sources[name]) for name in names}
@@ -130,7 +131,9 @@ class ModelFolder(Folder):
             files.append(FilePlan(file_name, max(held, key=held.__getitem__), made_of, outputs=tuple(shard_names)))
         self.files = [file.name for file in files]
         metadata = {"total_parameters": _count_parameters(model, sources), **split.metadata}
-        self.index = {"metadata": metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
+        named = (lambda name: name) if options.safe_serialization else own_name
+        places = {named(name): file for name, file in split.tensor_to_filename.items()}
+        self.index = {"metadata": metadata, "weight_map": places} if split.is_sharded else None
         return files
 
     @property
@@ -147,8 +150,10 @@ class ModelFolder(Folder):
             first: dict[int, str] = {}
             shared = [name for name, tensor in wanted.items() if first.setdefault(id(tensor), name) != name]
             wanted.update({name: wanted[name].clone() for name in shared})
+        plain = {} if self.options.safe_serialization else {n: wanted.pop(n) for n in [*wanted] if n.endswith(MARK)}
         # Not with `behind`, which keeps tensors until all files are written.
-        write_tensors(os.path.join(folder, file.name), wanted, self.options.save_function, metadata=self.metadata)
+        path, save = os.path.join(folder, file.name), self.options.save_function
+        write_tensors(path, wanted, save, metadata=self.metadata, plain=as_values(plain))
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
         """transformers starts from the first of these that exists: `model.safetensors`, its index, `pytorch_model.bin`,
@@ -224,7 +229,8 @@ class AdapterFolder(Folder):
         report = super().report(place, folder)
         if not place.is_leader:
             return report
-        state = {name: outline(tensor) for name, tensor in whole_state(self.model).items()}
+        whole = whole_state(self.model)
+        state = {name: outline(one) for name, one in whole.items() if isinstance(one, torch.Tensor)}
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)

@@ -7,9 +7,10 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,10 +40,11 @@ from .manifest import (
     weight_file_names,
     whole_manifest,
 )
+from .model_state import MARK, as_values, fill, held_state, own_name, parts_of_state, registered_names
 from .plan import CheckpointRanks
 from .reader import CheckpointReader, Resharding
 from .staging import read_index
-from .tensors import DTYPES, dtype_name, held_state, of_run, outline, tied_groups
+from .tensors import DTYPES, dtype_name, of_run, outline, tied_groups
 from .untrusted import CheckpointError, cannot_read, damaged, is_directory, kind_of, locate, open_plain
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,35 +73,43 @@ def checked_weights(
     """Check on all ranks that a checkpoint is whole and of this model, or raise CheckpointError; what copies its values
     on this rank, and its table of contents."""
     sources: dict[str, tuple[str, Resharding]] = {}
-    readers, targets = list[tuple[CheckpointReader, Manifest]](), _targets(model)
+    readers = list[tuple[CheckpointReader, Manifest]]()
 
     def check() -> None:
         manifest = whole_manifest(directory, variant, type(model).__name__)
         reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
         readers.append((reader, manifest))
         every_source, held = match(model, manifest, reader, directory), shards_of(model)
-        for name in targets:
+        themselves, own = parts_of_state(model)
+        for name in (*themselves, *own):
             source = every_source[name]
             sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
         reader.verify(dict(sources.values()))
 
-    @torch.no_grad()
     def copy() -> None:
-        for name, target in targets.items():
-            target.copy_(reader.read(*sources[name]))
+        fill(model, _Read(reader, sources))
 
     world.together(f"checking the files to load {directory}", check)
     ((reader, manifest),) = readers
     return copy, manifest
 
 
-def _targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The live parameters and persistent buffers of this rank, tied ones under one of their names."""
-    targets: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in of_run(model, model.state_dict(keep_vars=True)).items():
-        if not tensor.is_meta:
-            targets.setdefault(id(tensor), (name, tensor))
-    return dict(targets.values())
+@dataclass(frozen=True)
+class _Read(Mapping[str, Any]):
+    """A checkpoint's values by the names in the model, read when they are asked for. `sources`: where each is."""
+
+    reader: CheckpointReader
+    sources: Mapping[str, tuple[str, Resharding]]
+
+    def __getitem__(self, name: str) -> Any:
+        source, sharding = self.sources[name]
+        return as_values({source: self.reader.read(source, sharding)})[own_name(source)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
 
 
 def saved_sources(manifest: Manifest, reader: CheckpointReader) -> dict[str, str]:
@@ -116,9 +126,10 @@ def saved_sources(manifest: Manifest, reader: CheckpointReader) -> dict[str, str
 def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
     """The same for each name of the unsplit model, or CheckpointError if its weights are not those of the checkpoint.
     The whole model is compared, so that every rank finds the same fault."""
-    whole = of_run(model, whole_state(model))
+    whole, registered = of_run(model, whole_state(model)), registered_names(model)
     found = reader.locations
-    sources = {name: source for name, source in saved_sources(manifest, reader).items() if name in whole}
+    saved = {own_name(name): source for name, source in saved_sources(manifest, reader).items()}
+    sources = {name: source for name, source in saved.items() if name in whole}
     for group in tied_groups(model):
         candidates = list(dict.fromkeys(sources[name] for name in group if name in sources))
         if len({found[name].info for name in candidates}) > 1:
@@ -126,14 +137,15 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
         sources.update({name: candidates[0] for name in group if name in whole and candidates})
 
     aliases = {name for group in manifest.tied for name in group}
-    foreign = [name for name in found if name not in whole and name not in aliases]
+    foreign = [name for name in found if own_name(name) not in whole and name not in aliases]
     _refuse(directory, "lacks tensors of the model", [name for name in whole if name not in sources])
     _refuse(directory, "has tensors that the model does not have", foreign)
     shapes, types = list[str](), list[str]()
-    for name, tensor in whole.items():
-        saved, expected = reader.whole_shape(sources[name]), whole_shape(model, name, tensor)
-        if saved != expected:
-            shapes.append(f"{name}: {list(saved)} in the checkpoint, {list(expected)} in the model")
+    for name in filter(registered.__contains__, whole):  # of others the shapes may change
+        tensor = whole[name]
+        shape, expected = reader.whole_shape(sources[name]), whole_shape(model, name, tensor)
+        if shape != expected:
+            shapes.append(f"{name}: {list(shape)} in the checkpoint, {list(expected)} in the model")
         there, here = found[sources[name]].info.dtype, tensor.dtype
         # Integers do not become weights.
         if (DTYPES[there].is_floating_point, DTYPES[there].is_complex) != (here.is_floating_point, here.is_complex):
@@ -170,7 +182,7 @@ def load_ordinary(
     no model of transformers as its `load_state_dict` takes them. Without `strict` weights that it lacks stay. Raises
     CheckpointError if it cannot be read on some rank, or does not fit. No rank's model has changed then."""
     directory = os.path.abspath(directory)
-    loaded: list[dict[str, torch.Tensor]] = []
+    loaded: list[Mapping[str, Any]] = []
 
     def read() -> None:
         files = check_ordinary(directory)
@@ -187,21 +199,18 @@ def load_ordinary(
         for what, names in faults.items() if strict else ():
             if names:
                 raise CheckpointError(f"{directory} {what} {', '.join(list(names)[:_SHOWN])}")
-        for name, target in held_state(model).items():
+        for name, target in parts_of_state(model)[0].items():
             if name in found and found[name].shape != target.shape:
                 shapes = f"{list(found[name].shape)} in the checkpoint, {list(target.shape)} in the model"
                 raise CheckpointError(f"{directory} has another shape of {name}: {shapes}")
         loaded.append(found)
 
     world_comm.together(f"reading the files to load {directory}", read)
-    with torch.no_grad():
-        for name, target in held_state(model).items():
-            if name in loaded[0]:
-                target.copy_(loaded[0][name])
+    fill(model, loaded[0])
 
 
 # What a checkpoint has for this rank, and names that it lacks, and that have no place in the model.
-Read = tuple[dict[str, torch.Tensor], Collection[str], Collection[str]]
+Read = tuple[Mapping[str, Any], Collection[str], Collection[str]]
 
 
 def _of_stages(
@@ -221,7 +230,7 @@ def _of_stages(
     for group in tied_groups(model):
         lacking.update(group if lacking & set(group) else ())
     every = {**held_state(fresh), **take_shards(fresh)}
-    found = {name: tensor for name, tensor in every.items() if name not in lacking}
+    found = {name: tensor for name, tensor in every.items() if name not in lacking and not name.endswith(MARK)}
     return found, info.missing_keys, info.unexpected_keys
 
 
@@ -230,8 +239,9 @@ def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
     tensors = dict(read)
     for group in tied_groups(model):  # a file may have one of the names alone
         tensors.update((name, read[one]) for one in group if one in read for name in group if name not in read)
-    found, whole = {name: tensors[name] for name in held_state(model) if name in tensors}, whole_state(model)
-    return found, [name for name in whole if name not in tensors], [name for name in read if name not in whole]
+    values, whole = as_values(tensors), whole_state(model)
+    unknown = [name for name in map(own_name, read) if name not in whole]
+    return values, [name for name in whole if name not in values], unknown
 
 
 def check_ordinary(directory: str) -> list[str]:
@@ -318,7 +328,8 @@ def load_adapters(
             except Exception as error:
                 raise cannot_read(folder, error) from None
             with shown_whole(model):
-                whole = {key: outline(value) for key, value in model.state_dict().items()}
+                every = model.state_dict()
+                whole = {key: outline(one) for key, one in every.items() if isinstance(one, torch.Tensor)}
                 wanted = get_peft_model_state_dict(model, whole, name, save_embedding_layers=False)
             state = _under_names_of(wanted, state)
             lacking = [key for key in wanted if key not in state] if strict else []

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, RankFiles
 from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
+from penstock.checkpoint.model_state import parts_of_state
 from penstock.checkpoint.plan import (
     CheckpointRanks,
     Content,
@@ -43,6 +44,7 @@ from penstock.checkpoint.training_state import (
     save_object,
     state_of,
 )
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 from penstock.modeling.weights.whole import shards_of
@@ -148,6 +150,11 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
     def report() -> SavingReport:
         refuse_unsupported(model, merged=None)
+        if own_names := parts_of_state(model)[1]:
+            raise CheckpointError(
+                f"{own_names[0]} is neither a parameter nor a buffer, so it cannot be given to {name}(): save with "
+                "save_pretrained, or save_parallelized"
+            )
         return own.report(world.place, "")
 
     def call(file: FilePlan, content: Content) -> None:

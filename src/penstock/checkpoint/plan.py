@@ -29,8 +29,9 @@ from penstock.runtime.failures.board import ranks_in_words
 
 from .files import Behind, SaveFunction, writing
 from .manifest import MODEL, FileEntry, check_variant
+from .model_state import held_state
 from .staging import Replacement
-from .tensors import DTYPES, dtype_name, held_state
+from .tensors import DTYPES, dtype_name
 from .untrusted import CheckpointError, Count, describe, typed
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.weights.names import alias_groups, ties_of, unit_of
 from penstock.modeling.weights.whole import packed_weights
 
-from .untrusted import CheckpointError, Checksum, Count
+from .untrusted import Checksum, Count
 
 # Every dtype of torch, by the name that `dtype_name` gives it.
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -50,22 +50,12 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(bytes_of(tensor))
 
 
-def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers this rank holds, under their names in the unsplit model, or `state_dict`.
-    Raises CheckpointError if there is something that is no dense tensor."""
-    state = model.state_dict() if state_dict is None else state_dict
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"cannot save {name}: it is a {type(value).__name__}, not a dense tensor")
-    return {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
-
-
 def outline(tensor: torch.Tensor) -> torch.Tensor:
     """A meta tensor of the same shape and type, also of a library's kind that makes none like itself."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def of_run(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def of_run(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """What a run's checkpoint holds of a state: all, or of a model with packed weights what is trained beside them."""
     if not packed_weights(model) and getattr(model, "hf_quantizer", None) is None:
         return dict(state)

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.modeling.weights.whole import packed_weights, whole_shape, whole_state
+from penstock.modeling.placeholders.ghosts import shown_whole
+from penstock.modeling.weights.whole import packed_weights, whole_shape
 from penstock.runtime.comm.rollcall import Call
 
 
@@ -25,6 +26,7 @@ def num_parameters_of_whole(model: Any, only_trainable: bool, exclude_embeddings
         )
         with pipeline.together(Call.COUNT, [own]) as said:
             return sum(facts[0] for facts in said.values())
-    state, packed = whole_state(model), packed_weights(model)
+    with shown_whole(model):
+        whole, packed = dict(model.named_parameters(remove_duplicate=False)), packed_weights(model)
     counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
-    return sum(packed.get(name) or math.prod(whole_shape(model, name, state[name])) for name in counted)
+    return sum(packed.get(name) or math.prod(whole_shape(model, name, whole[name])) for name in counted)

@@ -178,6 +178,9 @@ class PipelinePeftModel(PipelineModel, PeftModel):
     def _unload(self, how: str, *args: Any) -> PipelineModel:
         base, tuner = self.base, self.base_model
         tied = getattr(base.config, "tie_word_embeddings", None)
+        # For bitsandbytes, which repacks weights in evaluations on some CPUs, and puts them back when they are read so.
+        # Merging does not: it would take them as they are.
+        base.state_dict()
         with renewing(self.pipeline), _unmerged_ghosts(base), warnings.catch_warnings():
             # A rank that has one side of a tie only looks to PEFT as if the weights were not tied.
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")

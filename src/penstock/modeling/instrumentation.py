@@ -42,6 +42,7 @@ class Record:
     saver: Any = None  # writes its checkpoints in the background
     example_inputs: Any = None  # of a forward, with which its units are found
     copied_from: Any = None  # of a copy, what runs the original; the copy has no engine until it is used
+    shown: bool = False  # whether a ghost has what it lacks for the moment, see `shown_whole`
 
     def __reduce__(self) -> Any:
         # Copies and pickles of a module are not intercepted, and nothing runs them.

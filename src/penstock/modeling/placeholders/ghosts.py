@@ -134,17 +134,17 @@ def guard_ghosts(model: nn.Module, active: Callable[[], bool], device: Callable[
 
     for name, module in model.named_modules():
         for method in ("parameters", "forward"):
-            if isinstance(vars(module).get(method), _Method):
+            if isinstance(vars(module).get(method), OwnMethod):
                 del module.__dict__[method]
         if next(stripped_tensors(module), None) is None:
             continue
         if next(module.parameters(), None) is None:
-            module.__dict__["parameters"] = _Method(parameters, module, nn.Module.parameters)
+            module.__dict__["parameters"] = OwnMethod(parameters, module, nn.Module.parameters)
         if is_ghost(module) and "forward" not in vars(module):
-            module.__dict__["forward"] = _Method(partial(forward, name), module, _own_forward)
+            module.__dict__["forward"] = OwnMethod(partial(forward, name), module, _own_forward)
 
 
-class _Method:
+class OwnMethod:
     """A method of one module alone. A copy or a pickle of the module has its class's `own`."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module, own: Callable[..., Any]) -> None:
@@ -191,6 +191,9 @@ def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
                     registry = child._buffers
                     registry[name] = vars(child)[name]
                 undo.callback(registry.pop, name)
+            if is_ghost(child):
+                undo.callback(setattr, known_of(child), "shown", False)
+                known_of(child).shown = True
         yield
 
 

@@ -10,18 +10,13 @@ import torch
 from torch import nn
 
 from penstock.modeling.instrumentation import known_of, record_of
-from penstock.modeling.placeholders.ghosts import stripped_tensors
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.placeholders.ghosts import shown_whole
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The unsplit model's `state_dict`, in its order; what other ranks hold stands there as meta tensors."""
-    elsewhere = dict(stripped_tensors(model)) | dict(stripped_tensors(model, "buffer"))
-    here = model.state_dict()
-    both = {**elsewhere, **here}
-    modules = {prefix: place for place, (prefix, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    # Stable: within a module both sources are in the order of registration.
-    return dict(sorted(both.items(), key=lambda item: modules[unit_of(item[0].rpartition(".")[0], modules) or ""]))
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The unsplit model's `state_dict`; what other ranks hold stands there as meta tensors, plain data as None."""
+    with shown_whole(model):
+        return dict(model.state_dict())
 
 
 def packed_weights(model: nn.Module) -> dict[str, int]:
