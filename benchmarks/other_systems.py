@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.layout.partition import partition, split_into
-from penstock.planning.candidates import live_microbatches
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
 from penstock.planning.planner import equal_pipelines
 from penstock.planning.profile import UnitCost, seconds_of, stages_of
+from penstock.schedule import live_microbatches
 
 Devices = tuple[int, ...]
 

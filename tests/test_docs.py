@@ -33,7 +33,7 @@ from launch import ROOT
 from local_hub import local_hub
 from penstock.cli import app
 from penstock.config import Configuration
-from penstock.schedule import schedule_names
+from penstock.schedule.registry import SCHEDULES, default_stages_per_rank
 from pool import Pool
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -531,5 +531,11 @@ def test_the_tutorials_table_has_every_configuration_key_once() -> None:
     assert sorted(keys) == sorted(field.name for field in dataclasses.fields(Configuration))
 
 
-def test_the_schedules_table_has_every_schedule_once() -> None:
-    assert sorted(table_column(ROOT / "docs/schedules.md", "name")) == sorted(schedule_names())
+def test_the_schedules_page_says_what_the_registry_does() -> None:
+    page = ROOT / "docs/schedules.md"
+    assert tuple(table_column(page, "name")) == tuple(SCHEDULES)
+    for name, row in SCHEDULES.items():
+        stages = f"{'v = ' * row.any_stages_per_rank}{default_stages_per_rank(name)}"
+        cells = f"`{name}`", row.source, stages, row.bubble, row.held
+        assert f"| {' | '.join(cells)} |" in page.read_text()
+        assert f"![{name}: {row.summary}](pictures/{name}.svg)" in page.read_text()

@@ -15,7 +15,16 @@ from device_order import EVERYWHERE, RULES, Do, Event, OrderError, Rules, hangin
 from penstock.layout.layout import Layout
 from penstock.runtime.boundary.boundaries import refuse_elsewhere
 from penstock.runtime.boundary.p2p import Message, P2PChannels
-from penstock.schedule import Action, Kind, Schedule, build, parse_schedule, schedule_names, validate
+from penstock.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    build,
+    default_stages_per_rank,
+    parse_schedule,
+    schedule_names,
+    validate,
+)
 from penstock.schedule.communication import POSTED_AHEAD, LossKnown, insert_communication, posts_of
 from recorded_steps import RecordedRank, one_pipeline, recorded
 
@@ -136,7 +145,7 @@ def test_unlike_pipelines_sum_their_gradients_and_end(
     """Buckets, tied weights and totals included; the pipelines have unlike numbers of microbatches."""
     schedules, units = [], []
     for number, (sizes, name) in enumerate(zip(stages, names, strict=True)):
-        num_ranks = len(sizes) // 2 if name in ("zb-v", "interleaved-1f1b") else len(sizes)
+        num_ranks = len(sizes) // default_stages_per_rank(name)
         schedules.append(build(name, num_ranks, 4 + 3 * number))
         ends = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
         units.append([UNITS[a:b] for a, b in itertools.pairwise(ends)])

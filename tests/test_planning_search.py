@@ -12,11 +12,12 @@ import pytest
 
 from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
-from penstock.planning.plan import SCHEDULES, Job, place
+from penstock.planning.plan import Job, place
 from penstock.planning.planner import Infeasible, make_plans
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
+from penstock.schedule.registry import planned_schedules
 from planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -55,7 +56,7 @@ def test_the_search_finds_the_optimum_of_all_layouts() -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "most_devices", "most_units", "schedules"),
-    [(range(30), 5, 7, ("1f1b",)), (range(1000, 1003), 7, 10, ("1f1b",)), (range(10), 4, 6, SCHEDULES)],
+    [(range(30), 5, 7, ("1f1b",)), (range(1000, 1003), 7, 10, ("1f1b",)), (range(10), 4, 6, planned_schedules())],
     ids=["small", "larger", "all schedules"],
 )
 def test_a_small_job_has_the_shortest_simulated_step_of_all_layouts(

@@ -12,6 +12,7 @@ from penstock.schedule import (
     Kind,
     Schedule,
     build,
+    live_microbatches,
     lower_bound,
     parse_schedule,
     schedule_names,
@@ -62,6 +63,11 @@ def test_live_microbatches_are_those_of_the_papers(size: tuple[int, int]) -> Non
     assert per_rank_peak(build("1f1b", p, m)) == [min(m, p - rank) for rank in range(p)]
     assert per_rank_peak(build("zb-h1", p, m)) == [min(m, p)] * p
     assert per_rank_peak(build("zb-h2", p, m)) == [2 * p - 1 if m >= 2 * p - 1 else min(m, p)] * p
+    for name in schedule_names():  # what the planner reckons with, which counts microbatches on all stages of a rank
+        schedule = build(name, p, m)
+        for rank, peak in enumerate(per_rank_peak(schedule)):
+            held, live = peak / len(schedule.stages_of(rank)), live_microbatches(name, p, rank, m)
+            assert held == live if name in ("gpipe", "1f1b", "zb-h1") else held <= live
     # A microbatch of the whole model is two stages' worth on each rank of a V.
     assert max(per_rank_peak(build("zb-v", p, m))) <= 2 * min(m, p)
     assert max(per_rank_peak(build("v-half", p, m))) <= 2 * min(m, (p + 2) // 2)

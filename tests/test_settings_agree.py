@@ -23,7 +23,7 @@ from penstock.modeling.graph import costs
 from penstock.modeling.graph.units import list_units
 from penstock.runtime import formation
 from penstock.runtime.comm.forming import digest_of
-from penstock.schedule.generators import build
+from penstock.schedule.registry import build
 from pool import Pool
 from training import (
     EXACT,

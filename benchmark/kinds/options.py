@@ -17,7 +17,7 @@ from kinds.configs import GPT_CONFIGS, MODEL_NAMES, ModelConfig, ResNetSize, can
 from kinds.models import POLICIES
 from penstock.layout.pipelines import parse_pipelines
 from penstock.runtime.comm.bootstrap import find_place
-from penstock.schedule.names import default_stages_per_rank, schedule_names
+from penstock.schedule.registry import default_stages_per_rank, schedule_names
 
 MODES = ("ddp", "pdp", "fsdp", "pp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,7 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.schedule.names import AUTO, schedule_names
+from penstock.schedule.registry import AUTO, schedule_names
 
 SECTION = "model_parallelism"
 

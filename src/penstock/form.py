@@ -31,7 +31,7 @@ from penstock.runtime.formation import parallelize
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
-from penstock.schedule.names import AUTO, settle
+from penstock.schedule.registry import AUTO, settle
 from penstock.tensor_parallel.apply import sharding_of
 
 

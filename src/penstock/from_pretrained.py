@@ -24,7 +24,7 @@ from penstock.modeling.weights.names import alias_groups, of_diffusers
 from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
-from penstock.schedule.names import settle
+from penstock.schedule.registry import settle
 from penstock.tensor_parallel.apply import TensorParallel
 
 # A model with this rank's weights, and what was found where they were loaded.

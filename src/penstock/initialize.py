@@ -21,6 +21,7 @@ from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
+from penstock.pictures.simulate import predicted_steps
 from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
@@ -28,8 +29,8 @@ from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.options import EngineOptions
-from penstock.schedule.names import AUTO, default_stages_per_rank, predicted_steps, settle
-from penstock.schedule.text import own_or_named, summary, written_schedule
+from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, settle
+from penstock.schedule.text import own_or_named, told, written_schedule
 from penstock.sharded_optimizer.updates import dividing
 from penstock.tensor_parallel.apply import TensorParallel
 
@@ -98,8 +99,7 @@ def form_equal(
 ) -> Any:
     """Form equal pipelines of a whole model, and attach the engine; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
-    if (written := written_schedule(configuration.schedule)) is not None:
-        settings[f"{SECTION}.schedule"] = summary(written)  # a file may differ between machines
+    settings[f"{SECTION}.schedule"] = told(configuration.schedule)
     in_chunks = configuration.loss_chunk_tokens is not None
     plan = partial(_plan, model, configuration)
     model, engine = form(model, settings, plan, board, loss_in_chunks=in_chunks, make=make)
@@ -114,7 +114,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     if configuration.pipeline_parallel_size == 1:
         configuration = replace(configuration, schedule=settle(asked, deferring_pays=False))
     elif asked == AUTO and _pays_in_a_v(configuration, found.costs):
-        configuration = replace(configuration, schedule="zb-v")
+        configuration = replace(configuration, schedule=DEFERRING_IN_A_V)
     if configuration.stages is not None:
         bare = bare_modules(model, found.units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
@@ -150,9 +150,9 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     in_use = str(configuration.schedule) if written is None else written.name
     if configuration.micro_batch_size is not None:
         in_words = f"microbatches of {configuration.micro_batch_size}"
-    elif asked == AUTO and in_use != "1f1b":
-        share = _predicted(in_use, configuration, found.costs) / _predicted("1f1b", configuration, found.costs)
-        in_use += f" (predicted {share:.2f} of 1f1b's time)"
+    elif asked == AUTO and in_use != PLAIN:
+        share = _predicted(in_use, configuration, found.costs) / _predicted(PLAIN, configuration, found.costs)
+        in_use += f" (predicted {share:.2f} of {PLAIN}'s time)"
     return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
@@ -164,25 +164,26 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
 
 
 def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
-    """Whether ZB-V is chosen for ZB-H1 where a user leaves the schedule and the stages open: it holds as much, and is
-    predicted to be 1 % faster. Not where replicas add up gradients, which they do at the end of a step then, nor with
-    so few microbatches that messages, of which it has twice as many, might decide."""
+    """Whether two stages on each rank are chosen (ZB-V for ZB-H1) where a user leaves the schedule and the stages open:
+    it holds as much, and is predicted to be 1 % faster. Not where replicas add up gradients, which they do at the end
+    of a step then, nor with so few microbatches that messages, of which it has twice as many, might decide."""
     num_ranks = configuration.pipeline_parallel_size
-    if configuration.schedule != "zb-h1" or configuration.stages or configuration.split_points:
+    if configuration.schedule != DEFERRING or configuration.stages or configuration.split_points:
         return False
     if num_ranks != dist.get_world_size() or len(costs) < 2 * num_ranks or _usual_number(configuration) < 2 * num_ranks:
         return False
-    return _predicted("zb-v", configuration, costs) < 0.99 * _predicted("zb-h1", configuration, costs)
+    return _predicted(DEFERRING_IN_A_V, configuration, costs) < 0.99 * _predicted(DEFERRING, configuration, costs)
 
 
 def _predicted(name: str, configuration: Configuration, costs: Sequence[float]) -> float:
     """The time of a step, in the unit of the costs; see `predicted_steps`."""
     num_ranks = int(configuration.pipeline_parallel_size)
-    number = num_ranks * default_stages_per_rank(name)
-    stages = [sum(run) for run in split_into(costs, partition(costs, [1.0] * number).sizes)]
-    if number > num_ranks:  # in a V
-        stages = [first + last for first, last in zip(stages[:num_ranks], reversed(stages), strict=False)]
-    return max(stages) * predicted_steps(name, num_ranks, _usual_number(configuration))
+    stage_to_rank = build(name, num_ranks, 1).stage_to_rank
+    busy = [0.0] * num_ranks
+    stages = split_into(costs, partition(costs, [1.0] * len(stage_to_rank)).sizes)
+    for rank, stage in zip(stage_to_rank, stages, strict=True):
+        busy[rank] += sum(stage)
+    return max(busy) * predicted_steps(name, num_ranks, _usual_number(configuration))
 
 
 def _usual_number(configuration: Configuration) -> int:

@@ -46,7 +46,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.formation import parallelize
 from penstock.schedule.actions import Schedule, check_trains
-from penstock.schedule.names import AUTO
+from penstock.schedule.registry import AUTO
 from penstock.schedule.text import summary
 from penstock.tensor_parallel.apply import sharding_of
 

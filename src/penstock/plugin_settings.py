@@ -16,7 +16,7 @@ from penstock.layout.schedules import check_schedule
 from penstock.optimizer import LossScale
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.options import EngineOptions
-from penstock.schedule.names import AUTO
+from penstock.schedule.registry import AUTO
 from penstock.sharded_optimizer.updates import dividing
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

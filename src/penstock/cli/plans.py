@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.models import Inputs, Model, subject_of, waiting
-from penstock.schedule.names import AUTO, schedule_names
+from penstock.schedule.registry import AUTO, PLAIN, named_schedule, planned_schedules, schedule_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,7 +154,7 @@ def plan(
     optimizer: Optimizer = "adam",
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
-    schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = AUTO,
     checkpointing: Annotated[
         str,
         typer.Option(help="Recompute activations: none, all, or auto (all or on some ranks, if that is better)."),
@@ -176,7 +176,7 @@ def plan(
     with waiting("planning"):
         from penstock.pictures.timeline import write_timeline
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
-        from penstock.planning.plan import SCHEDULES, Job
+        from penstock.planning.plan import Job
         from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
         from penstock.planning.profiling import profile_model
@@ -207,11 +207,11 @@ def plan(
                 operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
-        if schedule != "auto" and schedule not in schedule_names():
-            raise ValueError(f"unknown schedule {schedule!r}: known are auto, {', '.join(schedule_names())}")
+        if schedule not in (AUTO, *schedule_names()):
+            raise ValueError(f"unknown schedule {schedule!r}: known are {', '.join((AUTO, *schedule_names()))}")
         links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
         cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
-        names = SCHEDULES if schedule == "auto" else (schedule,)
+        names = planned_schedules() if schedule == AUTO else (schedule,)
         job = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)
@@ -309,6 +309,7 @@ def fit(
     lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank, on a plain base and in 4 bits.")
     ] = None,
+    schedule: Annotated[str, typer.Option(help="Schedule of every pipeline.")] = PLAIN,
     every_way: Annotated[bool, typer.Option("--all", help="Show each way with and without what saves memory.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of the best way's devices: .svg, .png.")] = None,
 ) -> None:
@@ -334,7 +335,7 @@ def fit(
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest)
-        found = ways(profiles, cluster, num_microbatches)
+        found = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
     samples = num_microbatches * microbatch
     if lora_rank is None and not any(way.plan for way in found):
         about += "; adapters may fit (--lora-rank 16)"

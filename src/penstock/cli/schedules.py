@@ -16,13 +16,15 @@ from penstock.pictures.simulate import simulate as simulate_schedule
 from penstock.pictures.tables import wrapped
 from penstock.pictures.timeline import write_timeline
 from penstock.schedule.actions import Schedule
-from penstock.schedule.names import schedule_names
+from penstock.schedule.registry import SCHEDULES, schedule_names
 from penstock.schedule.text import load_schedule, resolve_schedule
 
-SCHEDULE = f"{', '.join(schedule_names())}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"
+_NAMES = ", ".join(f"{name} ({row.summary})" for name, row in SCHEDULES.items())
+SCHEDULE = f"{_NAMES}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"
+_ANY = ", ".join(name for name, row in SCHEDULES.items() if row.any_stages_per_rank)
 Ranks = Annotated[int | None, typer.Option("--ranks", "-p", help="Ranks of the pipeline (default: 4, or the file's).")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Per step (default: 8, or the file's).")]
-StagesPerRank = Annotated[int | None, typer.Option(help="For interleaved-1f1b (default: the schedule's own).")]
+StagesPerRank = Annotated[int | None, typer.Option(help=f"For {_ANY} (default: the schedule's own).")]
 _PER_RANK = "one number, or one per rank with commas"
 Forward = Annotated[str, typer.Option(help=f"Seconds of a forward through all stages of a rank: {_PER_RANK}.")]
 Backward = Annotated[str, typer.Option(help=f"Seconds of the backward for the input's gradient: {_PER_RANK}.")]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.layout.template import StageTemplate
-from penstock.schedule.names import default_stages_per_rank
+from penstock.schedule.registry import default_stages_per_rank
 
 AnyTemplate = TypeVar("AnyTemplate", bound=StageTemplate)
 # Per template, or one number for each pipeline.

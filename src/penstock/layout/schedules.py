@@ -9,8 +9,7 @@ from pathlib import Path
 from penstock.layout.pipelines import Schedules
 from penstock.layout.template import StageTemplate
 from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import build
-from penstock.schedule.names import AUTO, default_stages_per_rank
+from penstock.schedule.registry import AUTO, build, default_stages_per_rank
 from penstock.schedule.text import own_or_named, written_schedule
 
 

@@ -6,11 +6,12 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.pictures.timeline import EventKind, TimedEvent
 from penstock.schedule.actions import Kind, Schedule
+from penstock.schedule.registry import build, default_stages_per_rank
 from penstock.schedule.validation import validate
 
 Number = float | Sequence[float]
@@ -437,3 +438,13 @@ def lower_bound(
         after = min(hops[place][2] + seconds[place + 1] + rests[place + 1] for place in places)
         bounds.append(before + num_microbatches * sum(hops[place][1] for place in places) + after)
     return max(bounds)
+
+
+@lru_cache
+def predicted_steps(name: str, num_ranks: int, num_microbatches: int) -> float:
+    """The time of a step under a named schedule, over that of a microbatch on a rank, if F = B = W on all ranks. Of
+    microbatches that find the pipeline full and leave it full, one more takes as long as it does alone."""
+    simulated = min(num_microbatches, 2 * num_ranks)
+    seconds = 1 / (3 * default_stages_per_rank(name))
+    makespan = simulate(build(name, num_ranks, simulated), Costs(seconds, seconds, seconds)).makespan
+    return makespan + num_microbatches - simulated

@@ -15,12 +15,12 @@ from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.search import Chain, Split, Template, find_splits, layouts
 from penstock.planning.sharing import split_microbatches
 from penstock.schedule.actions import Schedule
+from penstock.schedule.registry import DEEP, default_stages_per_rank, live_microbatches
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
-# With so many microbatches for each rank it holds as much as with any more.
-DEEP = 4
-# Deeper pipelines are not simulated under v-half where zb-v, which holds more and has less of a bubble, fits too.
+# Pipelines of more stages are not simulated under a lean schedule where one that is alike, but holds more for less of a
+# bubble, fits too.
 SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
 MOST_ACTIONS = 60_000
@@ -100,19 +100,20 @@ class Candidates:
         return Split(classes, found.sizes, found.time, total) if found.time <= split.slowest * 1.1 else split
 
     def templates(self) -> list[list[Template]]:
-        """The splits for each set of devices that fit under 1F1B; and under v-half, which holds least, where memory may
-        be short: without mixtures, unless nothing else fits, and for some depths."""
+        """The splits for each set of devices that fit under 1F1B; and under the lean schedules, which hold less, where
+        memory may be short: without mixtures, unless nothing else fits, and for some depths."""
         job = self.job
-        under_1f1b = find_splits(self._chain) if set(job.schedules) - {"v-half"} else []
-        under_v_half: list[Template] = []
+        lean = [name for name in job.schedules if is_lean(name)]
+        under_1f1b = find_splits(self._chain) if len(lean) < len(job.schedules) else []
+        under_lean: list[Template] = []
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
         whole = Held.together(job.held).with_live(1)
-        if "v-half" in job.schedules and any(kind.memory < whole for kind in job.cluster.classes):
-            for depth in some_depths(min(len(job.parts) // 2, job.cluster.size)):
-                live = live_microbatches("v-half", depth, 0, job.num_microbatches)
+        for name in lean if any(kind.memory < whole for kind in job.cluster.classes) else ():
+            for depth in some_depths(min(len(job.parts) // default_stages_per_rank(name), job.cluster.size)):
+                live = max(live_microbatches(name, depth, rank, job.num_microbatches) for rank in range(depth))
                 found = find_splits(self._chain, live, depth, mixtures=not under_1f1b)
-                under_v_half += [template for template in found if sum(template.counts) == depth]
-        return [under_1f1b, under_v_half]
+                under_lean += [template for template in found if sum(template.counts) == depth]
+        return [under_1f1b, under_lean]
 
     def pipeline_of(self, classes: tuple[int, ...], sizes: tuple[int, ...], name: str) -> CandidatePipeline:
         schedule = schedule_of(name, len(classes), 1)
@@ -188,12 +189,16 @@ class Candidates:
         fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         for splits in self.candidates():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
-            fits_zb_v = False
+            deepest = max(len(split.sizes) for split in splits)
+            fitting = set[tuple[tuple[int, ...], bool]]()
             for name in names:
-                if name == "v-half" and fits_zb_v and any(len(split.sizes) > SHALLOW for split in splits):
+                schedule = schedule_of(name, deepest, 1)
+                kind = schedule.stage_to_rank, schedule.splits_backward
+                if is_lean(name) and kind in fitting and deepest > SHALLOW:
                     continue
                 pipelines = [one for split in splits if (one := self.pipeline(split, name)) is not None]
-                fits_zb_v |= name == "zb-v" and len(pipelines) == len(splits)
+                if len(pipelines) == len(splits):
+                    fitting.add(kind)
                 key = (name, *sorted((one.classes, one.sizes) for one in pipelines))
                 stages = max((len(one.sizes) for one in pipelines), default=0)
                 is_short = 3 * self.job.num_microbatches / len(splits) * stages <= MOST_ACTIONS
@@ -256,18 +261,11 @@ class Candidates:
         return evaluate(self.job, placed)
 
 
-def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:
-    """Microbatches that a rank holds at most; see the table of docs/schedules.md."""
-    most = {
-        "gpipe": num_microbatches,
-        "1f1b": num_ranks - rank,
-        "zb-h1": num_ranks,
-        "zb-h2": 2 * num_ranks - 1,
-        "interleaved-1f1b": (7 * num_ranks + 3) // 4,  # with its largest groups
-        "zb-v": num_ranks,
-        "v-half": (num_ranks + 2) // 2,
-    }
-    return min(most[name], num_microbatches)
+@cache
+def is_lean(name: str) -> bool:
+    """Whether every rank holds fewer microbatches than there are ranks: in a pipeline of eight, as shorter ones differ
+    little."""
+    return all(live_microbatches(name, 8, rank, 8 * DEEP) < 8 for rank in range(8))
 
 
 def some_depths(most: int) -> list[int]:

@@ -17,6 +17,7 @@ from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import Followed, chunked_head, follow, profile_model
+from penstock.schedule.registry import PLAIN
 
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
@@ -70,10 +71,15 @@ class Way:
         }  # fmt: skip
 
 
-def ways(profiles: Iterator[tuple[Recipe, int | None, Profile]], cluster: Cluster, num_microbatches: int) -> list[Way]:
+def ways(
+    profiles: Iterator[tuple[Recipe, int | None, Profile]],
+    cluster: Cluster,
+    num_microbatches: int,
+    schedule: str = PLAIN,
+) -> list[Way]:
     found = []
     for recipe, chunk, profile in profiles:
-        job = Job(profile, cluster, num_microbatches, schedules=("1f1b",))
+        job = Job(profile, cluster, num_microbatches, schedules=(schedule,))
         shares = shares_of(job) if recipe.sharded else [0]
         if not shares:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
@@ -14,12 +14,8 @@ from penstock.planning.cluster import Cluster
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
 from penstock.schedule.actions import Schedule
-from penstock.schedule.generators import build
-from penstock.schedule.names import schedule_names
+from penstock.schedule.registry import PLAIN, build, planned_schedules
 from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
-
-# GPipe takes as long as 1F1B and holds more.
-SCHEDULES = tuple(name for name in schedule_names() if name != "gpipe")
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,8 @@ class Job:
     copies: int = 1  # the least number of pipelines, and of nodes where there are several, that hold each unit
     # Whether activations are recomputed: on all stages, or with "stages" on those of ranks whose memory is short.
     checkpointing: bool | Literal["stages"] = False
-    schedules: tuple[str, ...] = SCHEDULES  # that may be chosen; the same for all pipelines of a layout
+    # That may be chosen; the same for all pipelines of a layout.
+    schedules: tuple[str, ...] = field(default_factory=planned_schedules)
     # Not 0 if the holders of each parameter divide its optimizer's state: then the least number of pipelines, and the
     # search assumes that each keeps as much. What is found has the owners of the run.
     sharded: int = 0
@@ -217,7 +214,7 @@ def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1)
 @lru_cache(maxsize=512)
 def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """On a single rank there is nothing to overlap, and nothing to split."""
-    return build("1f1b" if num_ranks == 1 else name, num_ranks, num_microbatches)
+    return build(PLAIN if num_ranks == 1 else name, num_ranks, num_microbatches)
 
 
 def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Costs:

@@ -14,6 +14,7 @@ from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import Held, readable
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
 from penstock.planning.profile import seconds_of, stages_of
+from penstock.schedule.registry import PLAIN
 
 
 class Infeasible(ValueError):
@@ -86,7 +87,7 @@ def shares_of(job: Job) -> list[int]:
     return some_depths(min(job.cluster.size, job.num_microbatches))
 
 
-def equal_pipelines(job: Job, schedule: str = "1f1b", depth: int | None = None) -> Plan | None:
+def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -> Plan | None:
     """The fastest of all equal pipelines, or of those of `depth` devices; None if none fits.
 
     As Megatron and Alpa (Zheng et al. 2022) make them, to compare plans with: each has as many devices, taken in order,

@@ -9,8 +9,16 @@ from typing import Any
 # Public names by the module that defines them.
 _PUBLIC = {
     "penstock.schedule.actions": ("Action", "Kind", "Schedule", "ScheduleError", "check_trains"),
-    "penstock.schedule.generators": ("build",),
-    "penstock.schedule.names": ("AUTO", "default_stages_per_rank", "schedule_names"),
+    "penstock.schedule.registry": (
+        "AUTO",
+        "NamedSchedule",
+        "build",
+        "default_stages_per_rank",
+        "live_microbatches",
+        "named_schedule",
+        "register_schedule",
+        "schedule_names",
+    ),
     "penstock.schedule.text": ("format_schedule", "load_schedule", "parse_schedule", "resolve_schedule"),
     "penstock.schedule.validation": ("validate",),
     "penstock.pictures.simulate": ("Costs", "Simulation", "divide_over_stages", "lower_bound", "simulate"),

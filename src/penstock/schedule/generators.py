@@ -1,41 +1,13 @@
-"""The named schedules. Each generator emits compute only; `build` is the one way in."""
+"""What makes the schedules of the papers. Each generator emits compute only; `registry.build` is the one way in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, product
 
 from penstock.schedule.actions import Action, Kind, Schedule
-from penstock.schedule.names import AUTO, default_stages_per_rank
-
-
-def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule called `name` for one pipeline.
-
-    Args:
-        name: one of `schedule_names()`, or "auto".
-        num_ranks: pipeline ranks, at least 1.
-        num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
-        stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own: 2 for ``interleaved-1f1b``,
-            ``zb-v`` and ``v-half``, 1 for the others. Only ``interleaved-1f1b`` accepts another number.
-
-    Raises:
-        ValueError: an unknown name, or a number that the schedule cannot have.
-    """
-    own_stages_per_rank, generate = default_stages_per_rank(name), _GENERATORS[name]
-    any_stages_per_rank = generate is interleaved_one_forward_one_backward
-    if num_ranks < 1:
-        raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
-    if num_microbatches < 1:
-        raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
-    if stages_per_rank is None:
-        stages_per_rank = own_stages_per_rank
-    if stages_per_rank < 1 or (stages_per_rank != own_stages_per_rank and not any_stages_per_rank):
-        wanted = "at least 1" if any_stages_per_rank else str(own_stages_per_rank)
-        raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
-    return generate(num_ranks, num_microbatches, *([stages_per_rank] if any_stages_per_rank else []))
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -97,7 +69,7 @@ def _one_stage_each(
     return Schedule(name, len(ranks), num_microbatches, ranks, tuple(actions), num_late is not None)
 
 
-def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
+def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with v stages per rank, which divides the bubble by v (Narayanan et al. 2021, SC21, section 2.2.2).
 
     Stage s is on rank s % p. Microbatches go through the ranks in groups, one group through all the stages of a rank
@@ -116,6 +88,11 @@ def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, 
         actions.append(tuple(_alternate(forwards, backwards, warm_up)))
     stage_to_rank = tuple(stage % num_ranks for stage in range(num_stages))
     return Schedule("interleaved-1f1b", num_stages, num_microbatches, stage_to_rank, tuple(actions), False)
+
+
+def largest_group(num_ranks: int, num_microbatches: int) -> int:
+    """How many microbatches of the interleaved schedule go through a rank's stages together."""
+    return len(_groups(num_ranks, num_microbatches)[0])
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
@@ -298,18 +275,3 @@ def _squeeze(
                 if stage:
                     come_backward[stage - 1] += 1
     return tuple(tuple(actions) for actions in result)
-
-
-# -- all of them -------------------------------------------------------------------------------------------------------
-
-
-_GENERATORS: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
-    AUTO: one_forward_one_backward,
-    "1f1b": one_forward_one_backward,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "interleaved-1f1b": interleaved_one_forward_one_backward,
-    "zb-v": zb_v,
-    "v-half": v_half,
-}

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
-from penstock.schedule.generators import build
-from penstock.schedule.names import AUTO, schedule_names
+from penstock.schedule.registry import AUTO, build, is_own, schedule_names
 from penstock.schedule.validation import validate
 
 _PASSED_OVER = re.compile(r"|\d+REDUCE_GRAD")
@@ -35,6 +34,18 @@ def format_schedule(schedule: Schedule) -> str:
 def summary(schedule: Schedule) -> str:
     """A line that tells two schedules apart: the name and a checksum of all actions."""
     return f"{schedule.name} [{zlib.crc32(format_schedule(schedule).encode()):08x}]"
+
+
+def told(source: str | Path | Rows) -> str:
+    """What a rank tells the others of the schedule that its user asked for: a name is enough, unless what it stands for
+    may differ."""
+    schedule = written_schedule(source)
+    if schedule is None:
+        assert isinstance(source, str)
+        if not is_own(source):
+            return source
+        schedule = build(source, 2, 4)
+    return summary(schedule)
 
 
 def parse_schedule(source: str | Rows, name: str = "custom") -> Schedule:

@@ -1,0 +1,270 @@
+"""The named schedules: all that the package knows of each is in its row here, or computed from its actions.
+
+Configuration, commands, planner, docs and tests read these rows. To add a schedule of your own, `register_schedule`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from penstock.schedule import generators
+from penstock.schedule.actions import Schedule, ScheduleError
+from penstock.schedule.validation import validate
+
+# What a user asks for: a name, or a schedule written out.
+Asked = TypeVar("Asked")
+# What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is `PLAIN`.
+AUTO = "auto"
+# What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
+# two stages on each rank.
+PLAIN, DEFERRING, DEFERRING_IN_A_V = "1f1b", "zb-h1", "zb-v"
+# With so many microbatches for each rank a schedule of the papers holds as much as with any more.
+DEEP = 4
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """A kind of schedule, for any number of ranks and microbatches.
+
+    Attributes:
+        name: by which configurations and commands ask for it.
+        make: gives the schedule for a number of ranks and of microbatches. Where a rank may hold any number of stages
+            it takes that as `stages_per_rank`, with the usual number as its default.
+        summary: what is special about it, in a few words.
+        source: the paper that it is from.
+        bubble: how long p ranks wait in a step of m microbatches, where each rank needs F, B and W for one, in words.
+        held: how many microbatches rank r holds at most, in words.
+        live: the same, of the numbers of ranks, the rank and the microbatches; None: counted in the actions, which
+            takes the planner longer.
+        planned: whether the planner tries it. Not if another one takes as long and holds less.
+    """
+
+    name: str
+    make: Callable[..., Schedule]
+    summary: str
+    source: str = ""
+    bubble: str = ""
+    held: str = ""
+    live: Callable[[int, int, int], int] | None = None
+    planned: bool = True
+
+    @property
+    def any_stages_per_rank(self) -> bool:
+        return "stages_per_rank" in inspect.signature(self.make).parameters
+
+
+_NAMED = (
+    NamedSchedule(
+        "gpipe",
+        generators.gpipe,
+        "all forwards, then all backwards",
+        "Huang et al. 2019",
+        "(p - 1)(F + B + W)",
+        "m",
+        lambda p, r, m: m,
+        planned=False,
+    ),
+    NamedSchedule(
+        "1f1b",
+        generators.one_forward_one_backward,
+        "a backward after each forward",
+        "PipeDream-Flush; Narayanan et al. 2021",
+        "(p - 1)(F + B + W)",
+        "p - r",
+        lambda p, r, m: p - r,
+    ),
+    NamedSchedule(
+        "zb-h1",
+        generators.zb_h1,
+        "weight gradients where ranks would wait",
+        "Qi et al. 2024, zero bubble",
+        "(p - 1) max(F, B, F + B - W), if m >= p",
+        "p",
+        lambda p, r, m: p,
+    ),
+    NamedSchedule(
+        "zb-h2",
+        generators.zb_h2,
+        "more forwards first",
+        "Qi et al. 2024, zero bubble",
+        "(p - 1) F, if B <= 2 min(F, W) and m >= 2p - 1",
+        "2p - 1",
+        lambda p, r, m: 2 * p - 1,
+    ),
+    NamedSchedule(
+        "interleaved-1f1b",
+        generators.interleaved_one_forward_one_backward,
+        "two stages on each rank",
+        "Narayanan et al. 2021",
+        "(p - 1)(F + B + W) / v",
+        "at most p + (p - 1) / v",
+        lambda p, r, m: -(-(generators.largest_group(p, m) + 2 * (p - r) - 1) // 2),
+    ),
+    NamedSchedule(
+        "zb-v",
+        generators.zb_v,
+        "each rank holds one stage of each half",
+        "Qi et al. 2024, zero bubble",
+        "(p - 1) F / 2, if F = B = W",
+        "p",
+        lambda p, r, m: p,
+    ),
+    NamedSchedule(
+        "v-half",
+        generators.v_half,
+        "half the activations of 1f1b",
+        "Qi et al. 2024, controllable memory",
+        "about half of `1f1b`'s",
+        "(p + 2) / 2",
+        lambda p, r, m: (p + 2) // 2,
+    ),
+)
+# By name, in the order in which they are shown.
+SCHEDULES: dict[str, NamedSchedule] = {row.name: row for row in _NAMED}
+
+
+def register_schedule(
+    name: str, make: Callable[[int, int], Schedule], summary: str = "a schedule of the user's own"
+) -> NamedSchedule:
+    """Make a schedule of your own known by a name: configurations, the planner and the commands of this process take
+    it then. Every rank registers it, before the name is used.
+
+    Args:
+        name: a new one.
+        make: gives the schedule for any number of ranks and of microbatches. Each that it gives is validated. It may
+            raise ValueError for numbers that it cannot serve.
+        summary: what is special about it, in a few words.
+
+    Returns:
+        Its row.
+
+    Raises:
+        ScheduleError: what it gives for two ranks and four microbatches cannot run.
+        ValueError: the name is taken, or cannot be one.
+    """
+    if not name or name.endswith(".csv") or name in (*SCHEDULES, AUTO):
+        raise ValueError(
+            f"register_schedule({name!r}, ...): a name must be new (known are {', '.join((*SCHEDULES, AUTO))}) and not "
+            "end in .csv, as files do"
+        )
+    row = NamedSchedule(name, make, summary)
+    _built(row, 2, 4)
+    SCHEDULES[name] = row
+    default_stages_per_rank(name)
+    return row
+
+
+def schedule_names() -> tuple[str, ...]:
+    """The schedules that there are. `build` accepts "auto", too."""
+    return tuple(SCHEDULES)
+
+
+def planned_schedules() -> tuple[str, ...]:
+    """Those that the planner tries."""
+    return tuple(name for name, row in SCHEDULES.items() if row.planned)
+
+
+def is_own(name: str) -> bool:
+    """Whether a schedule is one that the user registered, which other ranks may not have, or have otherwise."""
+    return named_schedule(name) not in _NAMED
+
+
+def named_schedule(name: str) -> NamedSchedule:
+    """The row of a schedule. Raises ValueError for an unknown name."""
+    row = SCHEDULES.get(PLAIN if name == AUTO else name)
+    if row is None:
+        raise ValueError(f"unknown schedule {name!r}: known are {', '.join(schedule_names())}")
+    return row
+
+
+def settle(name: Asked, deferring_pays: bool) -> Asked | str:
+    """The schedule to run where a user asked for `name`, or for one written out, with one stage on each rank.
+
+    ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its
+    first rank. It is faster where weight gradients are worth putting off.
+    """
+    return (DEFERRING if deferring_pays else PLAIN) if name == AUTO else name
+
+
+def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule called `name` for one pipeline.
+
+    Args:
+        name: one of `schedule_names()`, or "auto".
+        num_ranks: pipeline ranks, at least 1.
+        num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
+        stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own: 2 for ``interleaved-1f1b``,
+            ``zb-v`` and ``v-half``, 1 for the others. Only ``interleaved-1f1b`` accepts another number.
+
+    Raises:
+        ValueError: an unknown name, or a number that the schedule cannot have.
+    """
+    row = named_schedule(name)
+    if num_ranks < 1:
+        raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
+    if num_microbatches < 1:
+        raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
+    if stages_per_rank is None or (stages_per_rank == default_stages_per_rank(row.name)):
+        return _built(row, num_ranks, num_microbatches)
+    if stages_per_rank < 1 or not row.any_stages_per_rank:
+        wanted = "at least 1" if row.any_stages_per_rank else str(default_stages_per_rank(row.name))
+        raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
+    return row.make(num_ranks, num_microbatches, stages_per_rank)
+
+
+def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The row's schedule. One of the user's own is validated."""
+    made = row.make(num_ranks, num_microbatches)
+    if row in _NAMED:
+        return made
+    if (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
+        raise ScheduleError(
+            f"schedule {row.name!r} was asked for {num_ranks} ranks and {num_microbatches} microbatches, but its maker "
+            f"gave one for {made.num_ranks} and {made.num_microbatches}"
+        )
+    try:
+        validate(made)
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"schedule {row.name!r} on {num_ranks} ranks with {num_microbatches} microbatches: {error}"
+        ) from None
+    return replace(made, name=row.name)
+
+
+# -- what the actions say ----------------------------------------------------------------------------------------------
+
+
+def default_stages_per_rank(name: str) -> int:
+    """Stages that each rank holds under `name` unless told otherwise. Raises ValueError for an unknown name."""
+    return _stages_per_rank(named_schedule(name))
+
+
+@lru_cache
+def _stages_per_rank(row: NamedSchedule) -> int:
+    made = _built(row, 2, 4)
+    per_rank, more = divmod(made.num_stages, made.num_ranks)
+    if more or any(len(made.stages_of(rank)) != per_rank for rank in range(made.num_ranks)):
+        raise ScheduleError(f"schedule {row.name!r} must put as many stages on each rank: {made.stage_to_rank}")
+    return per_rank
+
+
+def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:
+    """Microbatches that a rank holds at most."""
+    row = named_schedule(name)
+    if row.live is not None:
+        return min(row.live(num_ranks, rank, num_microbatches), num_microbatches)
+    most = _counted(row, num_ranks, min(num_microbatches, DEEP * num_ranks))[rank]
+    # One that holds all of so many is taken to hold all of any number.
+    return num_microbatches if most == DEEP * num_ranks else most
+
+
+@lru_cache
+def _counted(row: NamedSchedule, num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
+    made = _built(row, num_ranks, num_microbatches)
+    peaks = made.peaks([1.0] * made.num_stages)
+    return tuple(math.ceil(peak / len(made.stages_of(rank))) for rank, peak in enumerate(peaks))
