@@ -201,3 +201,34 @@ def test_a_loss_function_that_sums_is_exact(pool: Pool) -> None:
     model: Any = FAMILIES["gpt2"].build()
     model.loss_function = sum_of_tokens
     assert_steps_equal(pool.run(2, train_with_a_loss_function), unsplit_step(model, (batch("causal", 6), 1.0)))
+
+
+def without_labels(pipelines_without: int) -> tuple[float, float, bool]:
+    """The global loss of a step, the loss of an evaluation of this pipeline's batch, whether gradients are finite."""
+    with kept_in_double():
+        model: Any = penstock.initialize(
+            FAMILIES["gpt2"].build(), {"model_parallelism": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
+        )
+        inputs = rows(batch("causal", 4), model.data_parallel_rank, model.data_parallel_size)
+        if model.data_parallel_rank < pipelines_without:
+            inputs["labels"] = torch.full_like(inputs["labels"], -100)
+        for out in model(**inputs):
+            out.loss.backward()
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients_of(model).values())
+        with torch.no_grad():
+            return model.pipeline.last_step.global_loss, float(model(**inputs).loss), finite
+
+
+@pytest.mark.parametrize(("ranks", "pipelines_without"), [(2, 1), (4, 1), (4, 2)])
+def test_a_batch_without_labels_has_no_loss_unless_another_pipeline_has_some(
+    pool: Pool, ranks: int, pipelines_without: int
+) -> None:
+    """The unsplit model gives NaN, and zero gradients, for the whole batch alone."""
+    inputs = batch("causal", 4)
+    inputs["labels"][: 4 * 2 * pipelines_without // ranks] = -100
+    model: Any = FAMILIES["gpt2"].build()
+    with kept_in_double():
+        expected = model(**inputs).loss.item()
+    for rank, (loss, evaluated, finite) in enumerate(pool.run(ranks, without_labels, pipelines_without)):
+        assert loss == pytest.approx(expected, rel=1e-10, nan_ok=True)
+        assert (evaluated != evaluated) == (rank // 2 < pipelines_without) and finite
