@@ -56,13 +56,17 @@ def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
             reach = zip(parameter.shape, parameter.stride(), strict=True)
             end = start + sum((size - 1) * stride for size, stride in reach)
             found.append((parameter.untyped_storage()._cdata, start, end, name))
+    common = []
     for (memory, _, end, name), (other_memory, start, _, other) in pairwise(sorted(found)):
         if memory == other_memory and start <= end and unit_with(name, homes, units) != unit_with(other, homes, units):
-            raise NotImplementedError(
-                f"{name} and {other} are two parameters with one memory, such as a weight and its transpose: stages "
-                "would update them apart. Make them one parameter, or two with memory of their own (leave out "
-                "PEFT's ensure_weight_tying)"
-            )
+            common.append(sorted((name, other)))
+    if common:
+        name, other = min(common)  # on all ranks the same
+        raise NotImplementedError(
+            f"{name} and {other} are two parameters with one memory, such as a weight and its transpose: stages would "
+            "update them apart. Make them one parameter, or two with memory of their own (leave out PEFT's "
+            "ensure_weight_tying)"
+        )
 
 
 def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
