@@ -140,6 +140,9 @@ def test_one_option_gives_a_models_inputs_to_all_commands(tmp_path: Path) -> Non
     given = ("--inputs", f"{script}:pair")
     checked = run("check", f"{script}:Two", *given)
     assert checked.exit_code == 0 and "left[6, 4], right[6, 4]" in checked.output
+    for command in ("fit", "plan"):  # with microbatches of as many samples
+        planned = run(command, f"{script}:Two", *given)
+        assert planned.exit_code == 0 and '"micro_batch_size": 6' in planned.output, planned.output
 
 
 def test_check_says_why_not_with_status_1() -> None:
