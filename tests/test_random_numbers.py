@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from families import FAMILIES, batch
 from pool import Pool
@@ -61,11 +62,11 @@ class Noisy(nn.Module):
 
 
 class Inside(nn.Module):
-    """Draws in its units, in no attribute's name."""
+    """Draws in its units, in no attribute's name. `again`: whether these are checkpointed, and whether reentrantly."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, again: bool | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Drawing(how) for _ in range(4))
+        self.blocks = nn.ModuleList(Drawing(how, again) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         for block in self.blocks:
@@ -74,11 +75,14 @@ class Inside(nn.Module):
 
 
 class Drawing(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, again: bool | None) -> None:
         super().__init__()
-        self.how, self.layer = how, nn.Linear(WIDTH, WIDTH)
+        self.how, self.again, self.layer = how, again, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._compute(x) if self.again is None else checkpoint(self._compute, x, use_reentrant=self.again)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x)
         if self.how == "literal dropout":
             return functional.dropout(x, 0.4, self.training)
@@ -122,6 +126,20 @@ def test_units_draw_the_same_numbers_on_every_layout(how: str) -> None:
         assert other == pytest.approx(loss, abs=EXACT)
         assert largest_difference(gradients, expected) < EXACT
     assert another != pytest.approx(loss, rel=1e-3), "nothing was drawn"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_units_draw_the_same_numbers_again(reentrant: bool) -> None:
+    found = []
+    for again in (None, reentrant):
+        model = made(partial(Inside, again=again), "literal dropout")
+        splits = split(model, 2)
+        given = {"x": inputs()["x"].requires_grad_()}  # without which a reentrant one has no gradients
+        loss = step(splits, given, seed=3)["loss"].item()
+        found.append((loss, split_gradients(splits)))
+    (loss, expected), (other, gradients) = found
+    assert other == pytest.approx(loss, abs=EXACT)
+    assert largest_difference(gradients, expected) < EXACT
 
 
 @pytest.mark.parametrize("how", DRAWS)

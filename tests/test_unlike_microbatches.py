@@ -90,6 +90,32 @@ class Kept(nn.Module):
         return {"loss": loss, "hidden": hidden, **({"first": first} if how == "two" else {})}
 
 
+class Sometimes(Kept):
+    """Has a second mean in its loss where it is asked to."""
+
+    def forward(self, x: torch.Tensor, how: str = "one", labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        output = super().forward(x)
+        if how == "two":
+            assert labels is not None
+            output["loss"] = output["loss"] + functional.cross_entropy(output["hidden"], labels)
+        return output
+
+
+def refused_by_name() -> str:
+    model: Any = parallelize(Sometimes().double(), 2)
+    try:
+        batches = [{**inputs, "labels": torch.tensor([1, -100])} for inputs in kept_batches()]
+        run_step(model, MicrobatchedBatch(batches, 2 * len(HOW)))
+    except NotImplementedError as error:
+        return str(error)
+    return "none"
+
+
+def test_losses_made_of_unlike_means_are_refused_by_name(pool: Pool) -> None:
+    for told in pool.run(2, refused_by_name):
+        assert told.startswith("the loss of microbatch 1 is made of other means"), told
+
+
 HOW = ("one", "two", "none", "two", "none", "one")
 
 

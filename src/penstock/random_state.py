@@ -126,12 +126,13 @@ def _of_numpy_generator(generator: np.random.Generator) -> RandomSource:
 
 
 _GLOBAL = {PYTHON: _of_python(random), NUMPY: _of_numpy(np.random)}
-_KINDS: tuple[tuple[type, Callable[[Any], RandomSource]], ...] = (
-    (torch.Generator, _of_torch),
-    (random.Random, _of_python),
-    (np.random.RandomState, _of_numpy),
-    (np.random.Generator, _of_numpy_generator),
-)
+# By their very classes: `isinstance` asks Python code of torch's.
+_KINDS: dict[type, Callable[[Any], RandomSource]] = {
+    type(torch.default_generator): _of_torch,
+    random.Random: _of_python,
+    np.random.RandomState: _of_numpy,
+    np.random.Generator: _of_numpy_generator,
+}
 
 
 def sources_of(names: Iterable[str], device: torch.device) -> list[RandomSource]:
@@ -152,8 +153,8 @@ def drawn_since(before: Mapping[str, Any], device: torch.device) -> set[str]:
 
 def held_sources(model: nn.Module) -> list[RandomSource]:
     """The generators that a model's modules hold as attributes, each once."""
-    values = {id(value): value for module in model.modules() for value in vars(module).values()}
-    return [make(value) for value in values.values() for kind, make in _KINDS if isinstance(value, kind)]
+    held = {id(each): each for module in model.modules() for each in vars(module).values() if type(each) in _KINDS}
+    return [_KINDS[type(each)](each) for each in held.values()]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from penstock.modeling.graph.loss import Criterion, read_counts
+from penstock.modeling.graph.loss import Criterion, LossTerm, read_counts
 from penstock.modeling.graph.plan import ForwardPlan
 from penstock.nested import named_tensors
 
@@ -84,6 +84,7 @@ class StepInputs:
                 plans.append(_plan(plan_of, microbatch, criterion))
                 signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3)))
                 previous = form
+        _refuse_unlike_losses(plans)
         counts = read_counts(
             [
                 plan.loss.count_later(microbatch, size) if with_counts and plan.loss is not None else ()
@@ -118,6 +119,22 @@ class StepInputs:
         """The seed of a microbatch's dropout: of the step and its place in the global batch, not of the layout."""
         index = self.first_microbatch + microbatch
         return (self.run_seed + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
+
+
+def _refuse_unlike_losses(plans: Sequence[ForwardPlan]) -> None:
+    """Raise NotImplementedError if the losses of microbatches are made of unlike means: there is none of the batch."""
+    made = [None if plan.loss is None else [replace(term, calls=()) for term in plan.loss.counted] for plan in plans]
+    other = next((number for number, terms in enumerate(made) if terms != made[0]), None)
+    if other is not None:
+        raise NotImplementedError(
+            f"the loss of microbatch {other} is made of other means ({_means(made[other])}) than that of microbatch 0 "
+            f"({_means(made[0])}), so it cannot be told what part each is of the batch's: let the model compute the "
+            "same terms for every microbatch (of zeros, where there is nothing to compute)"
+        )
+
+
+def _means(terms: Sequence[LossTerm] | None) -> str:
+    return "no loss" if terms is None else ", ".join(f"{term.kind} of {term.input or 'the batch'}" for term in terms)
 
 
 def _tokens(microbatch: Mapping[str, Any]) -> int:
