@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+import penstock
 from families import FAMILIES, batch
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.runtime.comm.forming import PIECE_BYTES, copy_from_first_holders
@@ -248,3 +251,23 @@ def test_an_unseeded_shuffle_has_one_order_on_all_ranks_of_a_pipeline(pool: Pool
     first, second, third, fourth = pool.run(WORLD, orders_of_an_unseeded_shuffle)
     assert first == second and third == fourth
     assert first != third and first[:100] != first[100:]
+
+
+def warnings_of_batches(seeds: Sequence[int]) -> list[list[str]]:
+    """Of each of two steps on a batch drawn from a seed of this rank's: what is warned of equal batches."""
+    model: Any = penstock.initialize(FAMILIES["gpt2"].build(), pipeline_parallel_size=1, num_microbatches=2)
+    found = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run_step(model, batch("causal", 4, seed=seeds[dist.get_rank()]))
+        found.append([str(one.message) for one in seen if "the same batch" in str(one.message)])
+    return found
+
+
+def test_pipelines_that_are_given_the_same_batch_are_warned_of_once(pool: Pool) -> None:
+    first, second, third = pool.run(3, warnings_of_batches, [1, 2, 2])
+    (message,), *later = first
+    assert "pipelines 1, 2 were given the same batch" in message and "model.prepare_dataloader" in message
+    assert [later, second, third] == [[[]], [[], []], [[], []]]
+    assert pool.run(2, warnings_of_batches, [1, 2]) == [[[], []]] * 2

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.tensor_parallel import TensorParallelPlan as TensorParallelPlan
     from penstock.tensor_parallel import register_tensor_parallel_plan as register_tensor_parallel_plan
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 # The public names by the module that defines them, which is imported at a name's first use, because `penstock.schedule`
 # and the command line shall start without torch and transformers.

@@ -61,10 +61,12 @@ class Recorder:
         """Gather what all ranks of the pipeline recorded in the training step `number`. If a path is given, write it
         there, after the steps that are there already if it `goes_on`."""
         group = self._context.groups.pipeline_control
-        with self._context.board.guard("working together"):
+        with self._context.board.guard("working together"):  # a rank that cannot write ends the others, too
             events, began = self._gather(group)
-        if path is None:
-            return
+            if path is not None:
+                self._write(Path(path), events, began, number, goes_on)
+
+    def _write(self, path: Path, events: list[TimedEvent], began: float, number: int, goes_on: bool) -> None:
         if not goes_on:
             self._written, self._began = [], None
         if self._began is None:
@@ -75,9 +77,9 @@ class Recorder:
         ]
         numbers = sorted({event.step for event in self._written if event.step is not None})
         which = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else "a step"
-        path = Path(path)
         draft = path.with_name(f".{path.stem}.draft{path.suffix}")
-        write_timeline(self._written, draft, f"{which} on {dist.get_world_size(group)} ranks, as run")
+        num_ranks = dist.get_world_size(self._context.groups.pipeline_control)
+        write_timeline(self._written, draft, f"{which} on {num_ranks} ranks, as run")
         os.replace(draft, path)  # whole or not at all
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:

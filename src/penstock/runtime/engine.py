@@ -281,7 +281,7 @@ class Engine:
             )
             settings = self.parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
         batch = partial(described, inputs, sizes)
-        return TrainingLoop(step, partial(self._run, step, settings, batch), self.parts.open_step)
+        return TrainingLoop(step, partial(self._run, step, settings, inputs, batch), self.parts.open_step)
 
     def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:
         """Once, before the first step, or where there are new hooks."""
@@ -291,7 +291,9 @@ class Engine:
         if self.report is None and self.context.holds_output:
             warn_of_batchwise(inputs)
 
-    def _run(self, step: TrainingStep, settings: Settings, batch: BatchInWords) -> Generator[Any, None, None]:
+    def _run(
+        self, step: TrainingStep, settings: Settings, inputs: Mapping[str, Any], batch: BatchInWords
+    ) -> Generator[Any, None, None]:
         number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
         kept = self.split.kept_state = KeptState(self.split.model) if self.report is None else None
@@ -299,6 +301,8 @@ class Engine:
 
         def all_begin() -> Sequence[Hashable]:
             said = self.parts.compare(roll_call.wait(), batch)
+            if number == 0 and len(self.layout.pipelines) > 1:
+                self.parts.warn_of_equal_batches(inputs)
             self.parts.updates.begin_step()
             self.step_number += 1
             self.num_evaluations = 0

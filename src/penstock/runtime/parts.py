@@ -8,9 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
+from penstock.data.fingerprint import fingerprint
 from penstock.layout.layout import Layout
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.names import names_in_units
@@ -212,6 +216,25 @@ class Parts:
     def shared(self, settings: Settings) -> Summary:
         """What the pipelines compare of a step's or an evaluation's settings."""
         return partial(settings.shared, self.context.pipeline)
+
+    def warn_of_equal_batches(self, inputs: Mapping[str, Any]) -> None:
+        """Warn, on the first rank, if pipelines were given the same batch. All ranks call this together."""
+        context = self.context
+        on_host = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(inputs))
+        ranks = Ranks(context.groups.world_control, context.board.guard)
+        told = ranks.exchange(fingerprint(on_host), "comparing the pipelines' batches")
+        every = dict(zip(ranks.ranks, told, strict=True))
+        given: dict[int, list[int]] = {}
+        for index, pipeline in enumerate(context.layout.pipelines):
+            given.setdefault(every[pipeline.first_rank], []).append(index)
+        same = max(given.values(), key=len)
+        if len(same) > 1 and context.rank == 0:
+            warnings.warn(
+                f"pipelines {', '.join(map(str, same))} were given the same batch in the first step, so that its "
+                "samples count several times: give each pipeline its own, by model.prepare_dataloader(dataset, "
+                "batch_size), or by model.data_parallel_rank of model.data_parallel_size",
+                stacklevel=2,
+            )
 
     def compare(self, answers: Answers, batch: BatchInWords) -> Mapping[int, Sequence[int]]:
         """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said. `batch` tells
