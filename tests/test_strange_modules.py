@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.modeling.graph.units import list_units
 from pool import Pool
 from strange_models import Strange, batch, build, criterion, drawn, inputs_of
 from training import EXACT, gradients_of
@@ -138,3 +139,34 @@ def test_strange_modules_are_exact_over_stages_or_refused_by_name(pool: Pool, tm
         for stranger, *said in zip(chosen, *pool.run(stages, tried_all, chosen, str(tmp_path)), strict=True):
             for one in said:
                 assert one == "exact", f"{stranger}: {one}"
+
+
+class Changes(nn.Module):
+    """Puts what it computes into what it is given."""
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: Any) -> None:
+        given[self.key] = self.linear(given[self.key])
+
+
+class OfChanges(nn.Module):
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+        self.blocks = nn.ModuleList(Changes(key) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = {"a": x} if self.key == "a" else [x]
+        for block in self.blocks:
+            block(given)
+        return given[self.key]
+
+
+@pytest.mark.parametrize("key", ["a", 0])
+def test_a_block_that_changes_what_it_is_given_is_refused_by_name(key: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"the unit blocks\.0 puts other values into a container"):
+        list_units(OfChanges(key), {"x": torch.zeros(1, 4)})

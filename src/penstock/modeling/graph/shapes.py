@@ -108,6 +108,10 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(tree) if unknown else (leaves, spec)
 
 
+class ChangesArgument(NotImplementedError):
+    """A unit changes a list, dictionary or data class among its arguments in place."""
+
+
 class ShapeFunctions:
     """The shape functions of a model's units, owned or ghosts alike: every rank finds the same shapes.
 
@@ -195,7 +199,7 @@ class ShapeFunctions:
             for values in ways:
                 try:
                     found = self._attempt(name, leaves, spec, False, values, training=training)
-                except OwnCollective:
+                except (OwnCollective, ChangesArgument):
                     raise
                 except Exception as error:
                     failures[values] = error
@@ -301,6 +305,12 @@ class ShapeFunctions:
                 self.meter() if self.meter else nullcontext() as counted,
             ):
                 output = self._copies[name](*args, **kwargs)
+        left = flatten((args, kwargs))[0]
+        if len(left) != len(meta_leaves) or any(one is not other for one, other in zip(left, meta_leaves, strict=True)):
+            raise ChangesArgument(
+                f"the unit {name} puts other values into a container that it is given, where other stages would not "
+                "see them: let it return them"
+            )
         self._states.update(use.states)
         output_leaves, output_spec = flatten(output)
         written = tuple(
