@@ -315,10 +315,10 @@ def test_other_losses_are_weighted_by_samples_and_said_to_be_inexact(take: Any, 
     assert numbers_of(rule, inputs) == (4,)
 
 
-# Of two means, the logits, and the criterion's own parameter.
+# Of two means, the logits, and a number of the criterion's own.
 MADE_OF_MEANS: dict[str, Callable[..., torch.Tensor]] = {
     "scaled": lambda a, b, logits, weight: 3 * a / 7 - b.double() + 1,
-    "weighted by parameters": lambda a, b, logits, weight: torch.exp(-weight) * a + weight.pow(2),
+    "weighted by a tensor": lambda a, b, logits, weight: torch.exp(-weight) * a + weight.pow(2),
     "stacked": lambda a, b, logits, weight: (torch.stack([a, b]) * torch.tensor([0.3, 2.0])).sum(),
     "added in place": lambda a, b, logits, weight: torch.zeros(()).double().add_(a).add_(b, alpha=0.5),
     "logged": lambda a, b, logits, weight: a + 0 * len(str(b.item())),
@@ -353,7 +353,7 @@ def test_a_loss_counts_as_exact_just_if_its_shares_add_up(name: str) -> None:
         )
         return make(*means, output.logits, weight)
 
-    weight = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    weight = torch.tensor(0.3, dtype=torch.float64)  # a trained one is refused
     whole = criterion(model(**{key: value for key, value in inputs.items() if key != "wanted"}), inputs).item()
     splits = split(model, 2)
     parts = microbatches(inputs, [1, 2, 3])

@@ -140,7 +140,7 @@ def test_plan_as_json_for_unlike_devices_and_a_measured_profile(tmp_path: Path) 
         (["--global-batch", "63"], "no whole number of microbatches of 4"),
         (["--schedule", "zb-x"], "unknown schedule 'zb-x': known are auto, gpipe"),
         (["--optimizer", "lion"], "must be one of adam, sgd"),
-        (["--dtype", "int8"], "dtype must be float32"),
+        (["--dtype", "int8"], "--dtype must be fp32, bf16, fp16"),
     ],
 )
 def test_mistakes_of_the_command_end_with_one_line(arguments: list[str], message: str) -> None:

@@ -79,7 +79,7 @@ class StageRun:
             raise RuntimeError(
                 f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
                 "Its control flow depends on the contents of the inputs, or on random numbers such as those that leave "
-                "layers out, which a pipeline cannot follow."
+                "layers out (set that probability to 0), which a pipeline cannot follow."
             )
         self._position = position + 1
         seed, host_values = self._seed_generators, self.host_values
