@@ -182,13 +182,13 @@ def inputs_of_64() -> dict[str, torch.Tensor]:
 def test_what_fits_is_said_of_a_folder_of_diffusers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "FluxTransformer2DModel", **SIZES}))
     given = [str(tmp_path), "--inputs", "test_diffusion:inputs_of_64", "--devices", "2"]
-    found = CliRunner().invoke(app, ["fit", *given, "--memory", "1GB", "--lora-rank", "2"])
+    found = CliRunner().invoke(app, ["fit", *given, "--memory", "1GB", "--lora-rank", "2", "--all"])
     assert found.output.startswith("It fits: ") and "samples/s" in found.output, found.output
     rows = [line for line in found.output.splitlines() if line.startswith("nf4, LoRA 2")]
     assert len(rows) == 2 and all(" yes " in row for row in rows)  # no loss in chunks
     found = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "1", "--lora-rank", "2"])
     assert "FluxTransformer2DModel on 2 devices: 64 microbatches a step of 1" in found.output, found.output
-    assert "give them, as --inputs of the command" in CliRunner().invoke(app, ["plan", str(tmp_path)]).output
+    assert "in a command as --inputs SCRIPT.py:NAME" in CliRunner().invoke(app, ["plan", str(tmp_path)]).output
     wrong = CliRunner().invoke(app, ["plan", *given, "--microbatch-size", "3"])
     assert wrong.exit_code == 1 and "none of them has 3 samples" in wrong.output
 

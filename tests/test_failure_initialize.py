@@ -13,7 +13,7 @@ import pytest
 from ended import LIMIT, kill_self, run_ranks
 from families import FAMILIES, batch
 from hetero import make_plugin
-from penstock.modeling.graph import costs
+from penstock import form
 from pool import Pool
 from training import parallelize, run_step
 
@@ -73,7 +73,7 @@ def fail_to_estimate(face: str) -> None:
     model = FAMILIES["gpt2"].build()
     plugin = make_plugin(model, "2x2")
     failing = mock.Mock(side_effect=MemoryError("no memory is left"))
-    with mock.patch.object(costs, "unit_costs", failing if os.environ["RANK"] == "0" else costs.unit_costs):
+    with mock.patch.object(form, "unit_costs", failing if os.environ["RANK"] == "0" else form.unit_costs):
         if face == "penstock.plugin":
             plugin.configure(model)
         else:
