@@ -208,3 +208,30 @@ def test_given_inputs_replace_dummy_ones() -> None:
             return self.second(self.first(picture))
 
     assert list_units(Images(), {"picture": torch.zeros(4, 3)}) == ["first", "second"]
+
+
+class KeptInBuffers(nn.Module):
+    """A block that is not trained, whose weight a checkpoint has as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def test_blocks_that_have_buffers_alone_are_units() -> None:
+    blocks = nn.ModuleList(KeptInBuffers() for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = blocks, nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    assert list_units(Model(), {"x": torch.zeros(2, 4)}) == ["blocks.0", "blocks.1", "blocks.2", "head"]

@@ -19,7 +19,7 @@ from penstock.modeling.instrumentation import record_of
 from penstock.planning.memory import MemoryEstimate, memory_of_ranks, readable
 from penstock.planning.profile import UnitCost, held_by_stages, stages_of
 from penstock.planning.profiling import profile_model
-from penstock.schedule.generators import build
+from penstock.schedule import build
 
 
 def estimate(options: Options, world: World) -> MemoryEstimate:

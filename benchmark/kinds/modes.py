@@ -26,7 +26,8 @@ from penstock.layout.partition import partition, split_into
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.runtime.formation import parallelize
-from penstock.schedule.generators import build
+from penstock.runtime.options import EngineOptions
+from penstock.schedule import build
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -162,7 +163,7 @@ class Pipelines(Contestant):
             layout,
             partial(build, options.schedule, layout.pipelines[mine].num_ranks),
             make_weights=lambda device: model.materialize(device, options.seed),
-            num_microbatches=self._counts[mine],
+            options=EngineOptions(num_microbatches=self._counts[mine]),
         )
         apply_policy(blocks_of(model), options.activation)
         split = self.pipeline.split

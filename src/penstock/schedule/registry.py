@@ -254,7 +254,14 @@ def _stages_per_rank(row: NamedSchedule) -> int:
 
 
 def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: int) -> int:
-    """Microbatches that a rank holds at most."""
+    """Microbatches that a rank holds at most, at a time.
+
+    Args:
+        name: one of `schedule_names()`.
+        num_ranks: pipeline ranks.
+        rank: one of them, counted from 0.
+        num_microbatches: microbatches per step.
+    """
     row = named_schedule(name)
     if row.live is not None:
         return min(row.live(num_ranks, rank, num_microbatches), num_microbatches)

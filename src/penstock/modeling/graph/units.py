@@ -193,7 +193,8 @@ class _Candidates:
             if child is None or child in self._seen:
                 continue
             self._seen.add(child)
-            if not _has_parameters(child):
+            in_list = self._is_block_list(child) or self._is_block_list(module)
+            if not _has_parameters(child) and not (in_list and _has_saved_buffers(child)):
                 # An activation between two layers: as a unit, it runs on one stage, and not again on those after it.
                 if module in self._sequences and self._uses[child] == 1:
                     self.found.append(full)
@@ -254,6 +255,16 @@ def bare_modules(model: nn.Module, units: Collection[str]) -> set[str]:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _has_saved_buffers(module: nn.Module) -> bool:
+    """Whether a checkpoint has something of a module's although it may have no parameters: blocks that are not trained
+    may keep their weights so."""
+    return any(
+        name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        for name, _ in part.named_buffers(recurse=False)
+    )
 
 
 def _parts(model: nn.Module, unit: str) -> list[str]:
