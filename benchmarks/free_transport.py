@@ -38,6 +38,8 @@ from penstock.schedule import Schedule, build
 from penstock.schedule import actions as compute
 
 SHAPE = (4, 16)
+# Says of one gradient that it is there.
+PRESENT = torch.ones(1, dtype=torch.int64)
 CPU = torch.device("cpu")
 
 
@@ -60,30 +62,30 @@ class Stage(nn.Module):
         return (StageOutput(output.sum()), ()) if stage == self._last else (None, (output,))
 
 
-class ScriptedHeaders(P2PChannel):
-    """A channel on which the neighbour seems to say `header` each time."""
+class ScriptedChannel(P2PChannel):
+    """A channel on which the neighbour seems to say the same each time."""
 
-    header: torch.Tensor
+    def __init__(self, channels: P2PChannels, boundary: int, kind: Message, answer: torch.Tensor):
+        super().__init__(channels, boundary, kind, dist.group.WORLD, 0)
+        self._answer = answer
 
     def receive(self) -> list[torch.Tensor]:
         buffers = super().receive()
-        buffers[0].copy_(self.header)
+        buffers[0].copy_(self._answer)
         return buffers
 
 
 class FreeChannels(P2PChannels):
-    """Nothing is written into the buffers of a receive, but for headers."""
+    """Nothing is written into the buffers of a receive, but for headers, and that all gradients are there."""
 
     def __init__(self, header: torch.Tensor, board: FailureBoard):
         super().__init__(lambda boundary, kind: dist.group.WORLD, lambda stage: 0, CPU, board)
-        self._header = header
+        self._answers = {Message.HEADER: header, Message.PRESENCE: PRESENT}
 
     def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
-        if kind is not Message.HEADER:
-            return super().channel(boundary, kind, upper)
-        channel = ScriptedHeaders(self, boundary, kind, dist.group.WORLD, 0)
-        channel.header = self._header
-        return channel
+        if kind in self._answers and (boundary, kind) not in self._channels:
+            self._channels[boundary, kind] = ScriptedChannel(self, boundary, kind, self._answers[kind])
+        return super().channel(boundary, kind, upper)
 
 
 def with_executor(arguments: dict[str, Any]) -> Step:
@@ -91,7 +93,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     schedule, rank = _schedule(arguments)
     stage = Stage(schedule.num_stages - 1)
     rule = SimpleNamespace(shares=lambda counts, totals: (1.0,), fields=())
-    plan = SimpleNamespace(boundaries=[["hidden"]] * (schedule.num_stages - 1), loss=rule, fields=())
+    plan = SimpleNamespace(boundaries=[("hidden",)] * (schedule.num_stages - 1), loss=rule, fields=())
     count = schedule.num_microbatches
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
     board = FailureBoard(rank, "free")
@@ -131,14 +133,22 @@ def by_hand(arguments: dict[str, Any]) -> Step:
         live: dict[tuple[int, int], tuple] = {}
         handed_down: dict[tuple[int, int], torch.Tensor] = {}
         losses, sends = [], []
+        present: set[int] = set()  # boundaries whose gradients are known to be there, once a step
 
         def gradients_of(index: int, microbatch: int) -> list[torch.Tensor]:
-            return [handed_down.pop((index, microbatch)) if local[index] else received()]
+            if local[index]:
+                return [handed_down.pop((index, microbatch))]
+            gradient = received()
+            if index not in present:
+                received((1,), torch.int64)
+                present.add(index)
+            return [gradient]
 
-        def on_backward(index: int, microbatch: int, has_input: bool, gradient: Any) -> Sequence[torch.Tensor]:
+        def on_backward(index: int, microbatch: int, sent: Sequence[torch.Tensor], has_input: bool, _: Any) -> None:
             if has_input:
                 at_end(lambda: None)
-            return () if index == last else gradients_of(index, microbatch)
+            if index < last:
+                torch.autograd.backward(sent, gradients_of(index, microbatch))
 
         for action in schedule.actions[rank]:
             index, microbatch = key = (action.stage, action.microbatch)
@@ -154,7 +164,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 live[key] = inputs, output, sent
             elif action.kind is compute.Kind.B:
                 inputs, output, sent = live.pop(key)
-                callback = partial(on_backward, index, microbatch, bool(inputs))
+                callback = partial(on_backward, index, microbatch, sent, bool(inputs))
                 if index < top:
                     torch.autograd.backward(sent, gradients_of(index, microbatch))
                 else:
@@ -163,7 +173,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                         loss = hook_loss(output.loss, callback)
                     else:
                         value = received((), LOSS_DTYPE)
-                        loss = proxy_loss(value, torch.float32, sent, callback)
+                        loss = proxy_loss(value, torch.float32, callback)
                     if index and index > last - schedule.num_ranks + 1 and not local[index - 1]:
                         sends.append(group.send([value], 0, 0))
                     losses.append(value)
@@ -172,6 +182,9 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                     if local[index - 1]:
                         handed_down[index - 1, microbatch] = tensor.grad
                     else:
+                        if index - 1 not in present:
+                            sends.append(group.send([PRESENT.clone()], 0, 0))
+                            present.add(index - 1)
                         sends.append(group.send([tensor.grad.contiguous()], 0, 0))
             else:
                 with torch.no_grad():  # where weight gradients are computed

@@ -214,7 +214,7 @@ class Stages(nn.Module):
 
     def plan(self, inputs: Any, call: Any = None) -> Any:
         return SimpleNamespace(
-            boundaries=[["hidden"]] * (len(self._stages) - 1),
+            boundaries=[("hidden",)] * (len(self._stages) - 1),
             num_stages=len(self._stages),
             controlled=False,
             digest=0,

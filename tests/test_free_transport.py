@@ -28,13 +28,11 @@ def free_transport() -> Iterator[ModuleType]:
 
 
 def calls_of(step: Callable[[], Any]) -> Counter[str]:
-    """How often each function is called in a step."""
+    """How often each of torch's own functions is called in a step; Python's may have the same names."""
     calls: Counter[str] = Counter()
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            calls[frame.f_code.co_name] += 1
-        elif event == "c_call":
+        if event == "c_call":
             calls[argument.__name__] += 1
 
     sys.setprofile(count)
@@ -56,9 +54,7 @@ def test_the_calls_by_hand_are_those_of_the_executor(
         step = getattr(free_transport, kind)(arguments)
         step()
         seen[kind] = calls_of(step)
-    for name in ("recv", "run_backward"):
+    for name in ("send", "recv", "run_backward"):
         assert seen["with_executor"][name] == seen["by_hand"][name]
     assert seen["with_executor"]["wait"] == seen["by_hand"]["wait"] + 1  # for the sum of the losses
     assert seen["by_hand"]["run_backward"] >= NUM_MICROBATCHES
-    # `P2PChannel.send` has that name too, and calls the group's once for each tensor, of which a message has one here.
-    assert seen["with_executor"]["send"] == 2 * seen["by_hand"]["send"]

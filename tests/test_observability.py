@@ -139,6 +139,8 @@ def test_a_profile_names_every_action_message_and_sum_of_a_step(pool: Pool, fold
         down, up = ("send", "receive") if place == 0 else ("receive", "send")
         expected[f"penstock: {down} activations between stages 0 and 1"] = MICROBATCHES
         expected[f"penstock: {up} gradients between stages 0 and 1"] = MICROBATCHES
+        # Which gradients there are is said until all have been seen: with the first microbatch here.
+        expected[f"penstock: {up} presence of gradients between stages 0 and 1"] = 1
         expected[f"penstock: {up} losses between stages 0 and 1"] = MICROBATCHES
         reductions = {name: count for name, count in counts.items() if " of gradients over ranks " in name}
         assert counts - Counter(reductions) == expected
