@@ -279,7 +279,9 @@ class Engine:
                 loss_scale=self.loss_scale,
                 own_means=self.own_means,
             )
-            settings = self.parts.settings(fingerprint(inputs), prepared, self.loss_scale, self.synchronises)
+            settings = self.parts.settings(
+                fingerprint(inputs), prepared, self.loss_scale, self.synchronises, training=True
+            )
         batch = partial(described, inputs, sizes)
         return TrainingLoop(step, partial(self._run, step, settings, inputs, batch), self.parts.open_step)
 
@@ -366,7 +368,7 @@ class Engine:
     def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
         else the copies of a tied weight."""
-        with self.together(call, [self.parts.updates.state(), self.parts.copies.vote(always=True)]) as said:
+        with self.together(call, [self.parts.updates.state(), self.parts.copies.vote()]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
             if words is None and sum(facts[1] for facts in said.values()) % MODULUS:
                 words = self.parts.copies.settle()

@@ -161,8 +161,11 @@ class Parts:
 
     # -- what the ranks compare ------------------------------------------------------------------------------------
 
-    def settings(self, digest: int, inputs: StepInputs, loss_scale: float, reduces: bool) -> Settings:
-        """What this rank tells the others at the start of a step or an evaluation; `digest` is that of its batch."""
+    def settings(
+        self, digest: int, inputs: StepInputs, loss_scale: float, reduces: bool, training: bool = False
+    ) -> Settings:
+        """What this rank tells the others at the start of a step (`training`) or an evaluation; `digest` is that of its
+        batch."""
         return Settings(
             digest,
             len(inputs.microbatches),
@@ -172,7 +175,7 @@ class Parts:
             bits_of(loss_scale),
             int(reduces),
             *self._frozen.numbers(
-                self.updates.changed() if self._has_owners else (), self.copies.vote() + bool(self._strangers())
+                self.updates.changed() if self._has_owners else (), self.copies.vote(training) + bool(self._strangers())
             ),
         )
 

@@ -3,8 +3,8 @@
 Each stage's rank updates its own copy, from the same gradient. Copies stay equal to the last bit, unless something
 treats them unlike: parameter groups that go by names, an optimizer that keeps other numbers for an embedding than for
 a linear layer, random numbers that a rank adds. So the ranks compare a checksum of each copy, which is part of what
-they say at the next step's roll call. On an accelerator a checksum would hold up the host, so only the first steps
-compare there, and saves.
+they say at the next step's roll call. On an accelerator the host would wait for a checksum, which no training step may
+do, so only evaluations and saves compare there.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.ownership import HeldParameter
 
-# Steps, or evaluations, that compare on an accelerator.
-FIRST_STEPS = 4
 # By how many roundings of their largest entry copies may differ that processors of unlike kinds have updated.
 ROUNDINGS = 8
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
@@ -38,12 +36,12 @@ class TiedCopies:
         self._holders = [tuple(rank for rank in one.ranks if rank in pipeline) for one in self._tied]
         self._context, self._names = context, names
         self._versions: list[int] = []
-        self._vote = self._calls = 0
+        self._vote = 0
 
-    def vote(self, always: bool = False) -> int:
-        """What this rank says of its copies: the sum over a pipeline is zero if all of them are the same."""
-        self._calls += 1
-        if not self._tied or not (always or self._context.device.type == "cpu" or self._calls <= FIRST_STEPS):
+    def vote(self, training: bool = False) -> int:
+        """What this rank says of its copies: the sum over a pipeline is zero if all of them are the same. With
+        `training` the host does not wait for an accelerator: the copies there count as the same."""
+        if training and self._context.device.type != "cpu":
             return 0
         versions = [one.parameter._version for one in self._tied]
         if versions != self._versions:
