@@ -262,9 +262,9 @@ def test_unusual_weights_are_compared_as_they_are(how: str) -> None:
     assert all(rows[what].result == EXACT for what in ALL[:-1]), str(found)
     assert all(rows[what].where in dict(Strange(how).named_parameters()) for what in ("gradients", "weights"))
     if how == "layout":
-        assert (
-            rows["checkpoint"].result == REFUSED and "layout of its own (layout is a int" in rows["checkpoint"].reason
-        )
+        assert rows["checkpoint"].result == REFUSED, str(found)
+        assert "layout of its own (layout is a int, net is a dict)" in rows["checkpoint"].reason
+        assert "cannot save net: it is a dict that holds blocks" in rows["checkpoint"].reason
     else:
         assert rows["checkpoint"].result == EXACT, str(found)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from penstock.modeling.placeholders.ghosts import shown_whole
 
@@ -121,8 +122,32 @@ def _understood(told: Any) -> Any:
 def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that this rank holds, and what else its modules save, under their names in
     the unsplit model; or `state_dict`. Raises CheckpointError if something can not be saved."""
-    state = as_tensors(model.state_dict() if state_dict is None else state_dict)
+    values = model.state_dict() if state_dict is None else state_dict
+    _refuse_nested(model, values)
+    state = as_tensors(values)
     return {name: tensor.detach() for name, tensor in state.items() if not tensor.is_meta}
+
+
+def _refuse_nested(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse values that hold tensors of other modules: each rank has some of them only, and one rank's value would be
+    saved."""
+    plain = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+    inside = {name: {x.data_ptr() for x in pytree.tree_leaves(each) if _in_memory(x)} for name, each in plain.items()}
+    if not any(inside.values()):
+        return
+    for held, tensor in chain(model.named_parameters(), model.named_buffers()):
+        for name, found in inside.items():
+            elsewhere = held.rpartition(".")[0] != name.rpartition(".")[0]
+            if elsewhere and _in_memory(tensor) and tensor.data_ptr() in found:
+                raise CheckpointError(
+                    f"cannot save {name}: it is a {type(plain[name]).__name__} that holds {held}, and each rank has a "
+                    "part of the model only. Save parameters and buffers under names of their own"
+                )
+
+
+def _in_memory(value: Any) -> bool:
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+    return plain and not value.is_meta and value.numel() > 0
 
 
 def parts_of_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
