@@ -255,9 +255,10 @@ class Strange(nn.Module):
     "ignore:.*weight_norm.*is deprecated:FutureWarning", "ignore:Complex modules are:UserWarning"
 )
 @pytest.mark.parametrize("how", ["complex", "weight_norm", "layout"])
-def test_unusual_weights_are_compared_as_they_are(how: str) -> None:
+def test_unusual_weights_are_compared_as_they_are(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The unsplit model in double precision is the oracle: with imaginary parts, whatever its `state_dict` is."""
     found = penstock.verify(functools.partial(Strange, how), classes(), config=CONFIG, criterion=mean, steps=1)
+    assert "stage 0 on rank 0" not in capfd.readouterr().err  # the ranks say nothing beside the table
     rows = {row.what: row for row in found.rows}
     assert all(rows[what].result == EXACT for what in ALL[:-1]), str(found)
     assert all(rows[what].where in dict(Strange(how).named_parameters()) for what in ("gradients", "weights"))

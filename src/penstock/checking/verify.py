@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from penstock.checking.batches import build, made_batch
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, FAILED, NOT_TRIED, REFUSED, Comparison, Row
@@ -145,8 +147,11 @@ def _on_rank(
 ) -> tuple[str, list[Row]] | str:
     """What was run and what came out; or what is wrong with the model or the batch."""
     torch.set_num_threads(1)  # this is a fork: OpenMP has no other threads here
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # Of no use beside the table: what the stages are, and who waits for whom on a loaded machine. Errors are rows.
+    os.environ["PENSTOCK_QUIET"] = "1"
+    logging.getLogger("penstock").setLevel(logging.ERROR)
     with mock.patch.object(torch.accelerator, "is_available", lambda: False), kept_in_double():
         dist.init_process_group("gloo", timeout=_PATIENCE)
         try:
