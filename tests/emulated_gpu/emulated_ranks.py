@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import emulated_device
 import emulated_nccl
+import pytest
 import torch
 from emulated_device import host_waits
 from one_card import count_as_own
@@ -19,6 +21,7 @@ from penstock import HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.generation.decoding import decoding_of
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.random_state import generators_of
+from penstock.runtime.comm.settings import SettingsMismatch
 from training import Step, kept_in_double, parallelize, rows, unsplit_step
 
 # In the environment of the session: the number of a real GPU, which the ranks share in place of the emulated ones.
@@ -232,6 +235,24 @@ def waits_of_generation(case: Case) -> tuple[dict[str, int], dict[str, int]]:
             model.generate(**prompt, max_new_tokens=number, min_new_tokens=number, do_sample=False)
         found.append(dict(waits))
     return found[1], found[2]
+
+
+def told_of_unlike_copies(case: Case, folder: str) -> tuple[str, str]:
+    """What a save says, and an evaluation after it, once one rank has changed its copy of the tied weight."""
+    use_gpu()
+    model = spread(case)
+    rank = model.pipeline.rank
+    with torch.no_grad():
+        tied = model.lm_head if rank else model.transformer.wte
+        tied.weight.mul_(1 + rank)
+    for output in model(**case.batch()):
+        output.loss.backward()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model.save_parallelized(folder)
+    with torch.no_grad(), pytest.raises(SettingsMismatch) as error:
+        model(**case.batch())
+    return " ".join(str(one.message) for one in seen), str(error.value)
 
 
 def sums_of_steps(case: Case, scale: float) -> list[int]:

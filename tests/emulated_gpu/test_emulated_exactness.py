@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import REAL, Case, evaluate_and_generate, save_and_load, train, unsplit
+from emulated_ranks import REAL, Case, evaluate_and_generate, save_and_load, told_of_unlike_copies, train, unsplit
 
 from penstock.schedule import schedule_names
 from pool import Pool
@@ -108,6 +108,12 @@ def test_evaluation_and_generation_equal_the_unsplit_model(gpus: Run, family: st
             assert torch.equal(tokens, expected)
             assert torch.equal(state, after)
             assert groups == (1 if len(tokens) < 7 else stages)
+
+
+def test_unlike_copies_of_a_tied_weight_are_told_by_saves_and_evaluations(gpus: Run, tmp_path: Path) -> None:
+    """Not by the training step between, for which the host would wait."""
+    for both in gpus(2, told_of_unlike_copies, Case(2, dtype=torch.float32), str(tmp_path)):
+        assert all("copies of the tied weight transformer.wte.weight" in words for words in both)
 
 
 def test_a_saved_model_loads_on_gpus_and_in_one_piece(gpus: Run, tmp_path: Path) -> None:
