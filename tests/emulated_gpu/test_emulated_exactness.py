@@ -87,7 +87,7 @@ def test_other_families_are_exact(gpus: Run, family: str) -> None:
 
 def test_autocast_computes_what_one_stage_computes(gpus: Run) -> None:
     case = Case(2, dtype=torch.float32, autocast=torch.bfloat16, options={"num_microbatches": 4})
-    (whole,) = gpus(1, train, dataclasses.replace(case, stages=1), check_sends=False)
+    (whole,) = gpus(1, train, dataclasses.replace(case, stages=1))
     exact = oracle(gpus, case)
     for steps in gpus(2, train, case):
         for mine, theirs, plain in zip(steps, whole, exact, strict=True):
