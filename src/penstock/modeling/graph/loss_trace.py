@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -111,7 +112,9 @@ class LossTrace:
             twice = [again(times) for times in (2, 4)]
             pairs = [pair for pair in twice if pair is not None]
             if len(pairs) == 2:
-                parts = parts_of([losses._flow.record for losses, _ in pairs], [loss for _, loss in pairs])
+                # Whatever tensors the code works on: the loss of what cannot be compared is not known.
+                with suppress(NotImplementedError, RuntimeError, TypeError):
+                    parts = parts_of([losses._flow.record for losses, _ in pairs], [loss for _, loss in pairs])
             if parts is None:
                 parts = self._flow.record.used_calls(loss) | {MIXED}
         rule = LossRule((LossTerm("sum"),)) if reduction == "sum" else self._rule_of(parts)

@@ -263,6 +263,12 @@ class OperationRecord:
         return found
 
 
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same values; torch compares none that are sparse."""
+    one, two = (each if each.layout is torch.strided else each.to_dense() for each in (one, two))
+    return torch.equal(one, two)
+
+
 def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor]) -> Parts | None:
     """The parts of a loss that was followed twice, with twice as many samples the second time; None if the two times
     something else was done."""
@@ -350,11 +356,11 @@ class _Pair:
         if one.shape == two.shape:
             small = one.numel() <= _MOST_COMPARED and not one.is_meta
             # A number may hold the number of samples; see `_ratio`.
-            return Constant() if one.dim() == 0 or not small or torch.equal(one, two) else frozenset({MIXED})
+            return Constant() if one.dim() == 0 or not small or _equal(one, two) else frozenset({MIXED})
         varying = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
         if len(varying) == 1 and one.dim() == two.dim() and not one.is_meta:
             again = torch.cat([one, one], varying[0])
-            if again.shape == two.shape and torch.equal(again, two):
+            if again.shape == two.shape and _equal(again, two):
                 return Rows(varying[0])
             if self._one.name == "index" and _is_range(one) and _is_range(two):
                 return Rows(0)
