@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,10 @@ import torch
 import zygote
 from pool import Pool
 
+# A shell that starts the tests in the background has them ignore this signal, and so would zygotes and their forks; but
+# not what is started once torch's launcher, in a test, has put a handler of its own in place.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 zygote.spare_torchrun_names()
 # No deadline, because the machine may be busy; and in continuous integration the same examples in every run.
