@@ -312,6 +312,8 @@ def test_no_rank_leaves_before_all_have_ended(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Position, "doing", slow_on_the_first)
     monkeypatch.setattr(Comparison, "rows", dropped_at_once)
+    # Soon after its last board is dropped, the watch closes.
+    monkeypatch.setattr(watcher, "TICK_SECONDS", 0.05)
     monkeypatch.setattr(watcher, "_close", lambda watch, leave=True: close(watch, leave=False))
     found = penstock.verify(Tower, classes(), config=CONFIG, criterion=mean, steps=1)
     assert {row.result for row in found.rows} == {EXACT}, str(found)

@@ -57,6 +57,7 @@ class Watch:
         self._inquiries = Inquiries(self)
         # Whether a job is about to be formed, for which it goes on.
         self.expecting = True
+        self.hears_errors = False
         # A separate client: one that waits for a key blocks other threads.
         self.keys = Keys(store, STORE_SECONDS, own=_own_client(store))
         self.ring = Ring(
@@ -68,8 +69,6 @@ class Watch:
     def add(self, board: FailureBoard) -> None:
         """Tell `board` of failures from now on, and of those before. The watch goes on as long as it has boards."""
         self._boards.add(board)
-        # At the interpreter's end the watcher says goodbye by itself.
-        weakref.finalize(board, self._close_if_alone).atexit = False
         self._tell_boards()
 
     def remove(self, board: FailureBoard) -> None:
@@ -158,6 +157,13 @@ class Watch:
                 if fault := board.find_fault():
                     board.fail(fault[0], suspects=fault[1])
                 self._inquiries.look_after(board)
+        # Boards may also go by garbage collection. That runs in any thread, which may hold any lock, so it is not told
+        # of it. Nor does this thread wait for the lock: who has it may wait for this thread to end.
+        if not list(self._boards) and _lock.acquire(blocking=False):
+            try:
+                self._close_if_alone()
+            finally:
+                _lock.release()
 
 
 # -- the watch of this process -----------------------------------------------------------------------------------------
@@ -188,6 +194,7 @@ def start(store: dist.Store | None, rank: int, world_size: int, here: bool = Fal
     with _lock:
         world = dist.group.WORLD if dist.is_initialized() else None
         if _watch is not None and _watch.world is world:
+            _watch.expecting = True
             return _watch
         if _watch is not None:  # of a world that has been given up
             _close(_watch)
@@ -241,9 +248,10 @@ def _hook_up() -> None:
 
 def hear_of_errors(watch: Watch) -> None:
     """Hear of the exception that ends this process, from now on. torch has wrapped the hook itself by then."""
-    if not watch.expecting:
-        return
     watch.expecting = False
+    if watch.hears_errors:
+        return
+    watch.hears_errors = True
     previous = sys.excepthook
 
     def tell_the_others(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
