@@ -33,7 +33,7 @@ class StepInputs:
 
     Attributes:
         signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every
-            boundary.
+            boundary. One whose shapes there also depend on the inputs' values is equal to no other.
         counts: each one's numbers of terms in the means that make up the loss.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
@@ -77,13 +77,14 @@ class StepInputs:
                 else:
                     form.append((name, id(value)))
                     form += [(inner, t.shape, t.dtype) for inner, t in named_tensors({name: value}).items()]
-            if form == previous:  # nearly always
-                plans.append(plans[-1])
+            same = form == previous  # nearly always
+            plans.append(plans[-1] if same else _plan(plan_of, microbatch, criterion))
+            if same and not plans[-1].shapes_vary:
                 signatures.append(signatures[-1])
             else:
-                plans.append(_plan(plan_of, microbatch, criterion))
-                signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3)))
-                previous = form
+                apart = [object()] if plans[-1].shapes_vary else []
+                signatures.append((plans[-1].digest, *(entry for entry in form if len(entry) == 3), *apart))
+            previous = form
         _refuse_unlike_losses(plans)
         counts = read_counts(
             [

@@ -6,6 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,12 @@ class ForwardPlan(ForwardFacts):
     last_calls: tuple[int, ...]
     digest: str = field(compare=False, default="")
     checksum: int = field(compare=False, default=0)
+
+    @cached_property
+    def shapes_vary(self) -> bool:
+        """Whether what crosses a boundary may have other shapes for inputs of the same shapes: the code asks for their
+        values, and a unit is called several times, as for each image."""
+        return self.asks_inputs and any(value.call for boundary in self.boundaries for value in boundary)
 
 
 def make_plan(
