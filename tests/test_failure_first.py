@@ -237,6 +237,7 @@ def shown(cases: Sequence[tuple[Phase, Sequence[int]]], folder: str) -> list[Cha
         maker = Maker(torch.distributed.get_rank() in ranks)
         run = phase(maker, f"{folder}/{number}")
         run()
+        torch.distributed.barrier()  # a rank that fails at once may do so before the other has ended its first run
         maker.get_ready()
         chains.append(raised(run))
     return chains

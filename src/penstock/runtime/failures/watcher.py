@@ -49,8 +49,9 @@ class Watch:
         self.rank = rank
         self.world_size = world_size
         self.endings = Endings()
-        # The default process group it was started for, once there is one.
-        self.world: dist.ProcessGroup | None = None
+        # The default process group it was started for, once there is one. Weakly: a group closes only when nothing
+        # refers to it, and the watch may outlive it.
+        self._world: Callable[[], dist.ProcessGroup | None] = _no_world
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
         # Notified whenever something is learned, for those who wait for it.
         self._learned = threading.Condition()
@@ -65,6 +66,14 @@ class Watch:
             on_news=self._hear, on_lost=self._lose, on_left=self._see_off,
         )  # fmt: skip
         self._thread = start_thread(self._serve, name="penstock-watcher")
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        return self._world()
+
+    @world.setter
+    def world(self, world: dist.ProcessGroup | None) -> None:
+        self._world = _no_world if world is None else weakref.ref(world)
 
     def add(self, board: FailureBoard) -> None:
         """Tell `board` of failures from now on, and of those before. The watch goes on as long as it has boards."""
@@ -164,6 +173,10 @@ class Watch:
                 self._close_if_alone()
             finally:
                 _lock.release()
+
+
+def _no_world() -> None:
+    return None
 
 
 # -- the watch of this process -----------------------------------------------------------------------------------------
