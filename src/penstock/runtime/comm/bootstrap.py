@@ -144,7 +144,7 @@ def meet(
     on_board(board)
     with board.position.call(doing, world=True), board.guard(doing):
         watcher.interruptible(partial(join, board.refuse_if_failed), board, limit)
-    watch.world = dist.group.WORLD
+    watch.begin(dist.group.WORLD)
 
 
 def leave_in_order() -> None:

@@ -51,7 +51,7 @@ class Watch:
         self.endings = Endings()
         # The default process group it was started for, once there is one. Weakly: a group closes only when nothing
         # refers to it, and the watch may outlive it.
-        self._world: Callable[[], dist.ProcessGroup | None] = _no_world
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._boards: weakref.WeakSet[FailureBoard] = weakref.WeakSet()
         # Notified whenever something is learned, for those who wait for it.
         self._learned = threading.Condition()
@@ -67,13 +67,13 @@ class Watch:
         )  # fmt: skip
         self._thread = start_thread(self._serve, name="penstock-watcher")
 
-    @property
-    def world(self) -> dist.ProcessGroup | None:
-        return self._world()
+    def begin(self, world: dist.ProcessGroup | None) -> None:
+        """Serve this default process group; None: one that is not made yet."""
+        self._world = None if world is None else weakref.ref(world)
 
-    @world.setter
-    def world(self, world: dist.ProcessGroup | None) -> None:
-        self._world = _no_world if world is None else weakref.ref(world)
+    def serves(self, world: dist.ProcessGroup | None) -> bool:
+        """Whether it was begun for this one, which has not been given up since."""
+        return world is None if self._world is None else world is not None and self._world() is world
 
     def add(self, board: FailureBoard) -> None:
         """Tell `board` of failures from now on, and of those before. The watch goes on as long as it has boards."""
@@ -175,10 +175,6 @@ class Watch:
                 _lock.release()
 
 
-def _no_world() -> None:
-    return None
-
-
 # -- the watch of this process -----------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
@@ -206,7 +202,7 @@ def start(store: dist.Store | None, rank: int, world_size: int, here: bool = Fal
     global _watch
     with _lock:
         world = dist.group.WORLD if dist.is_initialized() else None
-        if _watch is not None and _watch.world is world:
+        if _watch is not None and _watch.serves(world):
             _watch.expecting = True
             return _watch
         if _watch is not None:  # of a world that has been given up
@@ -214,7 +210,7 @@ def start(store: dist.Store | None, rank: int, world_size: int, here: bool = Fal
         if store is None or world_size == 1:
             return None
         _watch = Watch(store, rank, world_size, here)
-        _watch.world = world
+        _watch.begin(world)
         _hook_up()
         return _watch
 
