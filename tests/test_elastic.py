@@ -28,13 +28,13 @@ from penstock import (
     load_checkpoint,
     save_checkpoint,
 )
-from penstock import plugin as plugin_module
 from penstock.checkpoint.contents import find_checkpoints
 from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree
 from penstock.elastic.membership import MemberRecord, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.elastic.world import leave_world
+from penstock.runtime import formation
 from pool import Pool
 
 STEPS = 12
@@ -298,7 +298,7 @@ def configure_after_a_failure(store: str, where: str) -> str:
     templates = [PipelineTemplate.balanced(FAMILIES["gpt2"].build(), 1)]
     elastic = Elastic(store, start=1, copies=1, templates=templates)
     failed, another = (HeterogeneousParallelPlugin(elastic=elastic, global_batch_size=4) for _ in range(2))
-    owner, name = {"meets": (Generations, "meet"), "forms": (plugin_module, "parallelize")}[where]
+    owner, name = {"meets": (Generations, "meet"), "forms": (formation, "Engine")}[where]
     before, on_sigterm = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
     with (
         mock.patch.object(owner, name, side_effect=MemoryError("no memory is left")),

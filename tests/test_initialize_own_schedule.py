@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import penstock
 from penstock import PipelineTemplate
 from penstock.config import Configuration, ConfigurationError
-from penstock.layout.schedules import schedule_maker
+from penstock.layout.pipelines import schedule_maker
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.fit import Recipe, ways
 from penstock.planning.plan import Job

@@ -1,33 +1,37 @@
-"""How both faces form a pipeline: what they accept as a model; then the ranks compare what they were given, plan alike,
-and make the engine.
+"""How pipelines are formed, for `initialize`, `from_pretrained`, the plugin and elastic runs alike.
+
+What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines (`form`). In an
+elastic run the members agree on a layout in another way: of the sequence they have the last part, `build`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from penstock.config import Configuration
 from penstock.integrations.packed_layers import mark_packed
 from penstock.integrations.whole_inputs import inputs_without_samples
-from penstock.layout.announce import announce
+from penstock.layout.announce import Announcement, announce
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
+from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.nested import is_record, walkable
+from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
-from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import parallelize
+from penstock.runtime.formation import Values, parallelize
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
@@ -48,15 +52,15 @@ class UnitsAndCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What is to be formed: the engine's `make_schedule` and `options`; for the log the relative cost of each unit, and
+    """What is to be formed: the engine's layout, schedule and options; for the log the relative cost of each unit, and
     each pipeline's schedule and microbatches in words."""
 
     layout: Layout
     make_schedule: ScheduleMaker
-    costs: Mapping[str, float]
-    schedules: Sequence[str]
-    microbatches: Sequence[str]
     options: EngineOptions
+    costs: Mapping[str, float] = field(default_factory=dict)
+    schedules: Sequence[str] = ()
+    microbatches: Sequence[str] = ()
 
 
 def form(
@@ -64,35 +68,75 @@ def form(
     facts: Mapping[str, Any],
     plan: Callable[[UnitsAndCosts, Ranks], LayoutPlan],
     board: FailureBoard,
+    *,
+    configuration: Configuration | None = None,
+    criterion: Criterion | None = None,
     units: Sequence[str] | None = None,
     loss_in_chunks: bool = False,
     make: Callable[[Layout, Ranks], Any] | None = None,
-) -> tuple[Any, Engine]:
-    """Form the engine of a model. All ranks call this together, inside `forming()`.
+) -> PipelineModel:
+    """Form the pipelines of a model that was checked (`check_whole_model`). All ranks call this together, inside
+    `forming()`: they compare what they were given, find the model's units, plan, and make the engine.
 
     Args:
         facts: what else must be the same on all ranks, by name.
         plan: makes the plan of what was found; it fails alike on all ranks.
+        configuration, criterion: what the model remembers.
+        units: the model's, if they are known.
         loss_in_chunks: see `costs.unit_costs`.
         make: makes the model with this rank's weights for a layout, where `model` has none.
 
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
     """
-    require_agreement({**facts_of(mark_packed(model)), **facts}, board)
+    agree(model, facts, board)
     ranks = world_ranks(board)
     found = _find(model, units, ranks, loss_in_chunks)
     planned = plan(found, ranks)
-    layout, options = planned.layout, _with_found_dims(model, planned.options, ranks)
+    planned = replace(planned, options=_with_found_dims(model, planned.options, ranks))
     if ranks.rank == 0:
-        how = planned.schedules, planned.microbatches, planned.costs, counted_samples(model)
-        announce(type(model).__name__, layout, *how)
+        announce(
+            Announcement(
+                type(model).__name__,
+                planned.layout,
+                planned.schedules,
+                planned.microbatches,
+                planned.costs,
+                counted_samples(model),
+            )
+        )
     if make is not None:
-        model = mark_packed(make(layout, ranks))
-    sharding = sharding_of(layout)
-    return model, parallelize(
-        model, layout, planned.make_schedule, board, options, make_sharding=sharding, functions=found.functions
+        model = mark_packed(make(planned.layout, ranks))
+    return build(model, planned, board, configuration=configuration, criterion=criterion, functions=found.functions)
+
+
+def agree(model: nn.Module, facts: Mapping[str, Any], board: FailureBoard) -> None:
+    """Raise ValueError on every rank if the ranks were given different models, or other `facts` differ."""
+    require_agreement({**facts_of(mark_packed(model)), **facts}, board)
+
+
+def build(
+    model: nn.Module,
+    planned: LayoutPlan,
+    board: FailureBoard,
+    *,
+    configuration: Configuration | None = None,
+    criterion: Criterion | None = None,
+    functions: ShapeFunctions | None = None,
+    values: Values | None = None,
+) -> PipelineModel:
+    """Make the engine that was planned, and a `PipelineModel` of `model`. `functions`, `values`: see `parallelize`."""
+    engine = parallelize(
+        model,
+        planned.layout,
+        planned.make_schedule,
+        board,
+        planned.options,
+        make_sharding=sharding_of(planned.layout),
+        functions=functions,
+        values=values,
     )
+    return attach(model, engine, configuration, criterion)
 
 
 def settled(schedule: Any, model: nn.Module) -> Any:
@@ -149,7 +193,7 @@ WRAPPERS = {
 }
 
 
-def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> None:
+def check_whole_model(model: Any, caller: str) -> None:
     """Refuse what cannot be parallelised whatever its layers are. No communication."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
@@ -167,7 +211,7 @@ def check_whole_model(model: Any, caller: str, used_names: Collection[str]) -> N
             "CPU, or let penstock.from_pretrained() or penstock.from_config() make each stage where it is held"
         )
     own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
-    if taken := sorted(own & set(used_names)):
+    if taken := sorted(own & USED_NAMES):
         raise ValueError(
             f"this {type(model).__name__} has an attribute {taken[0]!r} of its own, which a parallelised model needs "
             "for itself: give it another name"

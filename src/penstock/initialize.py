@@ -22,7 +22,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
 from penstock.pictures.simulate import predicted_steps
-from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
+from penstock.pipeline_model import PipelineModel
 from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
@@ -83,11 +83,10 @@ def initialize(
         if model.configuration == configuration:
             return known
         raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
-    check_whole_model(model, "initialize()", USED_NAMES)
+    check_whole_model(model, "initialize()")
     remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
-        found: PipelineModel = form_equal(model, configuration, board, criterion)
-        return found
+        return form_equal(model, configuration, board, criterion)
 
 
 def form_equal(
@@ -96,14 +95,20 @@ def form_equal(
     board: FailureBoard,
     criterion: Criterion | None = None,
     make: Callable[[Layout, Ranks], Any] | None = None,
-) -> Any:
-    """Form equal pipelines of a whole model, and attach the engine; see `form`."""
+) -> PipelineModel:
+    """Form equal pipelines of a whole model; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     settings[f"{SECTION}.schedule"] = told(configuration.schedule)
-    in_chunks = configuration.loss_chunk_tokens is not None
-    plan = partial(_plan, model, configuration)
-    model, engine = form(model, settings, plan, board, loss_in_chunks=in_chunks, make=make)
-    return attach(model, engine, configuration, criterion)
+    return form(
+        model,
+        settings,
+        partial(_plan, model, configuration),
+        board,
+        configuration=configuration,
+        criterion=criterion,
+        loss_in_chunks=configuration.loss_chunk_tokens is not None,
+        make=make,
+    )
 
 
 def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
@@ -156,10 +161,10 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
+        options,
         dict(zip(found.units, found.costs, strict=True)),
         [in_use] * num_pipelines,
         [in_words] * num_pipelines,
-        options,
     )
 
 

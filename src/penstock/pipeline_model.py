@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -34,8 +34,6 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics
 from penstock.runtime.reforming import copy_of, for_copy
-
-Model = TypeVar("Model", bound=torch.nn.Module)
 
 if TYPE_CHECKING:
 
@@ -379,8 +377,11 @@ def loss_tensor(pipeline: Engine, loss: float) -> torch.Tensor:
 
 
 def attach(
-    model: Model, pipeline: Engine, configuration: Configuration | None = None, criterion: Criterion | None = None
-) -> Model:
+    model: torch.nn.Module,
+    pipeline: Engine,
+    configuration: Configuration | None = None,
+    criterion: Criterion | None = None,
+) -> PipelineModel:
     """Make `model` a PipelineModel driven by `pipeline`: the same object, its class a subclass with the same name."""
     if pipeline.rank == 0:
         warn_of_batch_statistics(model)
@@ -390,6 +391,7 @@ def attach(
     record = record_of(model)
     record.engine, record.configuration, record.criterion = pipeline, configuration, criterion
     pipeline.observers.append(Timeline())
+    assert isinstance(model, PipelineModel)
     return model
 
 

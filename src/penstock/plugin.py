@@ -24,31 +24,27 @@ from penstock.elastic.moving import SharedStates
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
 from penstock.elastic.settings import Elastic
-from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, settled
+from penstock.form import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
 from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.layout import Layout
-from penstock.layout.pipelines import Microbatches, Schedules, check_microbatches, check_ranks, check_templates
-from penstock.layout.schedules import schedule_maker
+from penstock.layout.pipelines import Microbatches, PlacedPipelines, Schedules, check_templates, place_pipelines
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.weights.whole import packed_weights
-from penstock.optimizer import PipelineOptimizer
+from penstock.optimizer import LossScale, PipelineOptimizer
 from penstock.pictures.describe import LayoutDescription, describe_layout
-from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
+from penstock.pipeline_model import PipelineModel
 from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.auto import auto_pipelines
-from penstock.plugin_settings import LossScaleSettings, PluginSettings
+from penstock.plugin_settings import PluginSettings
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import digest_of, facts_of, forming, require_agreement
-from penstock.runtime.engine import Engine
+from penstock.runtime.comm.forming import digest_of, facts_of, forming
 from penstock.runtime.failures.board import PATIENCE_SECONDS
-from penstock.runtime.formation import parallelize
-from penstock.schedule.actions import Schedule, check_trains
+from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO
 from penstock.schedule.text import summary
-from penstock.tensor_parallel.apply import sharding_of
 
 logger = logging.getLogger("penstock")
 
@@ -123,18 +119,18 @@ class HeterogeneousParallelPlugin:
             batch_dim=batch_dim,
             loss_chunk_tokens=loss_chunk_tokens,
             sharded_optimizer=sharded_optimizer,
-            scale=LossScaleSettings(
-                initial_scale=initial_scale,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                hysteresis=hysteresis,
-            ),
         )
+        loss_scale = LossScale(  # in any precision, so that wrong numbers are refused in any
+            scale=float(initial_scale),
+            min_scale=min_scale,
+            max_scale=max_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+        )
+        self._loss_scale = loss_scale if precision == "fp16" else None
         self._schedule = schedule
-        self._loss_scale = self.settings.scale.make() if precision == "fp16" else None
         # With elastic=, this process's part in the run, once the first engine stands, and the loaders that follow the
         # pipelines.
         self.run: ElasticRun | None = None
@@ -143,10 +139,7 @@ class HeterogeneousParallelPlugin:
         # by name; and what is told this process's rank and the number of ranks, whenever they change.
         self.also_alike: dict[str, Any] = {}
         self.on_place: Callable[[int, int], None] = lambda rank, world_size: None
-        self._pipelines: tuple[PipelineTemplate, ...] = ()
-        self._makers: Sequence[Callable[[int], Schedule]] = ()
-        self._schedules: tuple[Schedule, ...] = ()
-        self._layout: Layout | None = None
+        self._placed: PlacedPipelines[PipelineTemplate] | None = None
         self._description: LayoutDescription | None = None
         self._model: nn.Module | None = None
 
@@ -223,21 +216,11 @@ class HeterogeneousParallelPlugin:
                 copies,
                 self.settings.loss_chunk_tokens,
             )
-        checked = check_templates(pipelines)
-        makers = [schedule_maker(template, self.settings.schedule) for template in checked]
-        ranks, stages = [make(1).num_ranks for make in makers], [template.num_stages for template in checked]
-        check_ranks(ranks, stages, self.tp_size, rank_and_world_size()[1])
-        self._set(checked, cast(Microbatches, num_microbatches))
+        self._place(pipelines, cast(Microbatches, num_microbatches), rank_and_world_size()[1])
 
-    def _set(self, checked: tuple[PipelineTemplate, ...], num_microbatches: Microbatches) -> None:
-        makers = [schedule_maker(template, self._schedule) for template in checked]
-        counts = check_microbatches(checked, num_microbatches)
-        schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
-        for index, schedule in enumerate(schedules):
-            check_trains(schedule, f"pipeline {index}")
-        self._pipelines, self._makers, self._schedules = checked, makers, schedules
-        stages = [template.modules_per_stage for template in checked]
-        self._layout = Layout.place(stages, [schedule.stage_to_rank for schedule in schedules], self.tp_size)
+    def _place(self, pipelines: Sequence[PipelineTemplate], num_microbatches: Microbatches, world_size: int) -> None:
+        templates = check_templates(pipelines)
+        self._placed = place_pipelines(templates, self._schedule, num_microbatches, self.tp_size, world_size)
         self._description = None
 
     def settle_schedule(self, model: nn.Module) -> Schedules:
@@ -248,19 +231,23 @@ class HeterogeneousParallelPlugin:
     @property
     def layout(self) -> Layout:
         """Where the pipelines are placed. Raises RuntimeError before `set_pipelines`."""
-        if self._layout is None:
+        return self._known_pipelines.layout
+
+    @property
+    def _known_pipelines(self) -> PlacedPipelines[PipelineTemplate]:
+        if self._placed is None:
             raise RuntimeError("the plugin has no pipelines yet: call set_pipelines first")
-        return self._layout
+        return self._placed
 
     @property
     def pipelines(self) -> tuple[PipelineTemplate, ...]:
         """The template of each pipeline."""
-        return self._pipelines
+        return () if self._placed is None else self._placed.templates
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
         """Microbatches of each pipeline in a step."""
-        return tuple(schedule.num_microbatches for schedule in self._schedules)
+        return () if self._placed is None else self._placed.num_microbatches
 
     @property
     def global_batch_size(self) -> int:
@@ -381,41 +368,54 @@ class HeterogeneousParallelPlugin:
             _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
             return (model, *configured)
         if self.settings.elastic is not None:
-            return self._configure_elastic(mark_packed(model), optimizer, criterion, dataloader, lr_scheduler)
-        layout = self.layout
-        if isinstance(model, PipelineModel):
-            raise ValueError("this model is parallelised already: configure() takes a whole one")
-        check_whole_model(model, "configure()", USED_NAMES)
-        if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
-            raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
-        modules = PipelineTemplate.get_modules(model)
-        fitted = tuple(template.fitted(model, modules) for template in self._pipelines)
-        self.settle_schedule(model)
-        if fitted != self._pipelines or self._schedule is not self.settings.schedule:
-            self._set(fitted, list(self.num_microbatches))
-            layout = self.layout
+            joining = mark_packed(model), self.settings.elastic
+            return self._join(*joining, optimizer, criterion, dataloader, lr_scheduler)
+        self._check(model)
+        self._fit_pipelines(model)
         if dataloader is not None:
             self.check_dataloader(dataloader)
         with forming(self.settings.time_limit) as board:
-            model, engine = form(model, self._facts(), partial(self._plan, model), board, layout.units)
-            model = self._attach(model, engine, criterion)
+            units, plan = self.layout.units, partial(self._plan, model)
+            self._model = model = form(model, self._facts(), plan, board, criterion=criterion, units=units)
         wrapped = None if optimizer is None else self.wrap_optimizer(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
-    def _configure_elastic(
-        self, model: Any, optimizer: Optimizer | None, criterion: Any, dataloader: Any, lr_scheduler: Any
+    def _check(self, model: Any) -> None:
+        """Refuse what cannot be parallelised. No communication."""
+        if isinstance(model, PipelineModel):
+            raise ValueError("this model is parallelised already: configure() takes a whole one")
+        check_whole_model(model, "configure()")
+        if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
+            raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
+
+    def _fit_pipelines(self, model: nn.Module) -> None:
+        """Settle by the model what the pipelines left open: its own names of modules, and the schedule "auto"."""
+        placed, modules = self._known_pipelines, PipelineTemplate.get_modules(model)
+        fitted = tuple(template.fitted(model, modules) for template in placed.templates)
+        self.settle_schedule(model)
+        if fitted != placed.templates or self._schedule is not self.settings.schedule:
+            self._place(fitted, placed.num_microbatches, placed.layout.world_size)
+
+    def _join(
+        self,
+        model: Any,
+        elastic: Elastic,
+        optimizer: Optimizer | None,
+        criterion: Criterion | None,
+        dataloader: HeterogeneousDataLoader | None,
+        lr_scheduler: LRScheduler | None,
     ) -> Configured:
-        """`configure` for as many processes as come, or for one that joins them."""
-        elastic = self.settings.elastic
-        assert elastic is not None
+        """`configure` for a process of an elastic run: of the first ones, or one that joins them. What it has to do
+        with the others is in `elastic/`."""
+        if isinstance(model, PipelineModel) or self._model is not None:
+            raise ValueError("with elastic= a plugin configures one whole model, once")
+        self._check(model)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
             )
         if packed_weights(model):
             raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
-        if isinstance(model, PipelineModel) or self._model is not None:
-            raise ValueError("with elastic= a plugin configures one whole model, once")
         if optimizer is None:
             raise ValueError(
                 "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
@@ -423,53 +423,44 @@ class HeterogeneousParallelPlugin:
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
         formations = Formations(model, self.settings, self.settle_schedule(model))
-        facts = {**facts_of(model), **self._facts(), "the global batch size": self.global_batch_size}
+        facts = {**self._facts(), "the global batch size": self.global_batch_size}
         states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
-        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler)):
+        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler), ("loss scale", self._loss_scale)):
             if one is not None:
                 states.register(name, one)
-        if self._loss_scale is not None:
-            states.register("loss scale", self._loss_scale)
-        generations = Generations(elastic, formations, self.tp_size, digest_of(facts))
+        generations = Generations(elastic, formations, self.tp_size, digest_of({**facts_of(model), **facts}))
         self._model = model
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
-            on_layout(now)
+            layout, make_schedule = on_layout(now)
             with forming(self.settings.time_limit, generations.on_board) as board:
                 if now.is_first:
-                    require_agreement(facts, board)
-                engine = parallelize(
-                    model,
-                    self.layout,
-                    self._makers[self.pipeline_index],
-                    board,
-                    self.settings.engine_options(),
-                    make_sharding=sharding_of(self.layout),
-                    values=None if now.is_first else states.values(now),
-                )
-                model = self._attach(model, engine, criterion)
+                    agree(model, facts, board)
+                planned = LayoutPlan(layout, make_schedule, self.settings.engine_options())
+                values = None if now.is_first else states.values(now)
+                self._model = made = build(model, planned, board, criterion=criterion, values=values)
                 if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
                     logger.warning(
                         "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
                         "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
                     )
-            wrapped = self.wrap_optimizer(optimizer, model)
-            self.run = ElasticRun(generations, states, model.pipeline, on_layout)
+            wrapped = self.wrap_optimizer(optimizer, made)
+            self.run = ElasticRun(generations, states, made.pipeline, on_layout)
         except BaseException:
             generations.close()  # the others must not count on this process
             raise
-        return model, wrapped, criterion, dataloader, lr_scheduler
+        return made, wrapped, criterion, dataloader, lr_scheduler
 
-    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, Callable[[int], Schedule]]:
+    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, ScheduleMaker]:
         """Make a generation's pipelines those of the plugin, and of its loaders."""
-        templates, counts = generations.formations.layout(decision)
-        self._set(check_templates(templates), counts)
+        self._place(*generations.formations.layout(decision), len(decision.members))
         rank = decision.members.index(generations.number)
         self.on_place(rank, len(decision.members))
-        pipeline = self.layout.place_of(rank).pipeline
+        placed = self._known_pipelines
+        pipeline = placed.layout.place_of(rank).pipeline
         for loader in self._loaders:
             loader.reshare(self.num_microbatches, pipeline)
-        return self.layout, self._makers[pipeline]
+        return placed.layout, placed.makers[pipeline]
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
@@ -478,27 +469,29 @@ class HeterogeneousParallelPlugin:
         return self.settings.facts() | {
             "the plugin's pipelines": self.pipelines,
             "the plugin's num_microbatches": self.num_microbatches,
-            "the pipelines' schedules": [summary(schedule) for schedule in self._schedules],
+            "the pipelines' schedules": [summary(schedule) for schedule in self._known_pipelines.schedules],
         }
 
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
-        described = self._description = self._describe(model, found.costs)
-        names = [schedule.name for schedule in self._schedules]
-        counts = [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches]
-        maker = self._makers[self.pipeline_index]
-        return LayoutPlan(self.layout, maker, described.costs or {}, names, counts, self.settings.engine_options())
+        placed, described = self._known_pipelines, self._describe(model, found.costs)
+        self._description = described
+        return LayoutPlan(
+            placed.layout,
+            placed.makers[self.pipeline_index],
+            self.settings.engine_options(),
+            described.costs or {},
+            [schedule.name for schedule in placed.schedules],
+            [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches],
+        )
 
-    def _attach(self, model: Any, engine: Engine, criterion: Criterion | None) -> Any:
-        self._model = attach(model, engine, criterion=criterion)
-        return self._model
-
-    def wrap_optimizer(self, optimizer: Optimizer, model: Any) -> PipelineOptimizer:
+    def wrap_optimizer(self, optimizer: Optimizer, model: PipelineModel) -> PipelineOptimizer:
         """An optimizer of the parallelised `model`, whose step clips, and skips overflows, as this plugin says."""
         inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
         return PipelineOptimizer(inner, model.pipeline, float(self.settings.max_norm), self._loss_scale)
 
     def _describe(self, model: nn.Module | None, costs: Sequence[float] | None = None) -> LayoutDescription:
-        shown = self.layout, self._schedules, self.microbatch_size
+        placed = self._known_pipelines
+        shown = placed.layout, placed.schedules, self.microbatch_size
         if model is None or isinstance(model, PipelineModel):
             return LayoutDescription(self.pipelines[0].model_name, *shown)
         return describe_layout(model, *shown, costs)

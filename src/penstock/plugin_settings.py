@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.config import check_value
 from penstock.elastic.settings import ELASTIC_TIMEOUT, Elastic, check_elastic
-from penstock.layout.pipelines import Schedules
-from penstock.layout.schedules import check_schedule
-from penstock.optimizer import LossScale
+from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO
@@ -24,27 +22,6 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ALIKE = (
     "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleSettings:
-    """Those of fp16's loss scale, see `penstock.optimizer.LossScale`."""
-
-    initial_scale: float = 2.0**16
-    min_scale: float = 1.0
-    max_scale: float = 2.0**32
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-
-    def make(self) -> LossScale:
-        """Raises TypeError or ValueError for numbers that cannot be used."""
-        return LossScale(
-            scale=float(self.initial_scale), min_scale=self.min_scale, max_scale=self.max_scale,
-            growth_factor=self.growth_factor, backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval, hysteresis=self.hysteresis,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +40,6 @@ class PluginSettings:
     batch_dim: Mapping[str, int | None] | None = None
     loss_chunk_tokens: int | None = None
     sharded_optimizer: bool | int = False
-    scale: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "microbatch_size"):
@@ -83,7 +59,6 @@ class PluginSettings:
             raise ValueError(
                 f"loss_chunk_tokens is for whole heads, and tp_size {self.tp_size} shards them: leave one out"
             )
-        self.scale.make()  # in any precision, so that wrong numbers are refused in any
         if self.elastic is not None:
             check_elastic(self.elastic, self.global_batch_size, self.microbatch_size)
         elif self.global_batch_size is not None:

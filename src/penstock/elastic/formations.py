@@ -14,8 +14,7 @@ from penstock.elastic.membership import MemberRecord, Membership
 from penstock.elastic.protocol import Decision, MemberReport, View, successor
 from penstock.elastic.reshape import Shape, best_shapes, choose, shape_of
 from penstock.layout.layout import Layout
-from penstock.layout.pipelines import Schedules, num_stages_on
-from penstock.layout.schedules import schedule_maker
+from penstock.layout.pipelines import Schedules, num_stages_on, schedule_maker
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.weights.names import alias_groups
 from penstock.pipeline_template import PipelineTemplate

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from penstock.layout.layout import Layout, PipelineLayout
@@ -13,51 +14,53 @@ from penstock.layout.layout import Layout, PipelineLayout
 logger = logging.getLogger("penstock")
 
 
-def announce(
-    model_name: str,
-    layout: Layout,
-    schedules: Sequence[str],
-    microbatches: Sequence[str],
-    costs: Mapping[str, float],
-    samples: str,
-) -> None:
-    """Say what the pipelines of a run are, costs being those of `samples`: in the log, at level INFO, or, where that is
-    not kept, on stderr, unless PENSTOCK_QUIET is set. For one rank to call."""
+@dataclass(frozen=True)
+class Announcement:
+    """What is said of the pipelines of a run: of each its schedule and microbatches in words, and what its units cost,
+    by name, for so many `samples`."""
+
+    model_name: str
+    layout: Layout
+    schedules: Sequence[str]
+    microbatches: Sequence[str]
+    costs: Mapping[str, float]
+    samples: str
+
+    def lines(self) -> Iterator[str]:
+        layout, costs = self.layout, self.costs
+        count, sharded = len(layout.pipelines), layout.tensor_parallel_size
+        yield f"{self.model_name} on {layout.world_size} rank{'s' * (layout.world_size != 1)}: {count} pipeline" + (
+            "s" * (count != 1) + f" of {sharded} tensor-parallel ranks each" * (sharded > 1)
+        )
+        kinds = [
+            (pipeline.stages, schedule, number)
+            for pipeline, schedule, number in zip(layout.pipelines, self.schedules, self.microbatches, strict=True)
+        ]
+        for (stages, schedule, number), those in groupby(range(count), lambda index: kinds[index]):
+            first, *others = those
+            sums = [sum(costs[unit] for unit in units) for units in stages]
+            whole = sum(sums) or 1.0
+            slowest = f"slowest stage {max(sums) * len(sums) / whole:.2f} times the mean {self.samples}"
+            yield f"pipeline {first}: schedule {schedule}, {number}, {slowest}"
+            for stage, units in enumerate(stages):
+                share, where = sums[stage] / whole, ranks_of(layout.pipelines[first], stage)
+                yield f"  stage {stage} on rank {where}: {share:.1%} of the cost, {compact(units)}"
+            if others:
+                ranks = _range(layout.pipelines[others[0]].first_rank, layout.pipelines[others[-1]].ranks()[-1])
+                yield f"pipeline{'s' * (len(others) > 1)} {_range(others[0], others[-1])}: alike, ranks {ranks}"
+
+
+def announce(announcement: Announcement) -> None:
+    """Write it to the log, at level INFO, or, where that is not kept, to stderr, unless PENSTOCK_QUIET is set. For one
+    rank to call."""
     logged = logger.isEnabledFor(logging.INFO)
     if not logged and os.environ.get("PENSTOCK_QUIET", "0") not in ("", "0"):
         return
-    for line in _lines(model_name, layout, schedules, microbatches, costs, samples):
+    for line in announcement.lines():
         if logged:
             logger.info("%s", line)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _lines(
-    model_name: str,
-    layout: Layout,
-    schedules: Sequence[str],
-    microbatches: Sequence[str],
-    costs: Mapping[str, float],
-    samples: str,
-) -> Iterator[str]:
-    count, sharded = len(layout.pipelines), layout.tensor_parallel_size
-    yield f"{model_name} on {layout.world_size} rank{'s' * (layout.world_size != 1)}: {count} pipeline" + (
-        "s" * (count != 1) + f" of {sharded} tensor-parallel ranks each" * (sharded > 1)
-    )
-    alike = groupby(range(count), lambda index: (layout.pipelines[index].stages, schedules[index], microbatches[index]))
-    for (stages, schedule, number), those in alike:
-        first, *others = those
-        sums = [sum(costs[unit] for unit in units) for units in stages]
-        whole = sum(sums) or 1.0
-        slowest = max(sums) * len(sums) / whole
-        yield f"pipeline {first}: schedule {schedule}, {number}, slowest stage {slowest:.2f} times the mean {samples}"
-        for stage, units in enumerate(stages):
-            share, where = sums[stage] / whole, ranks_of(layout.pipelines[first], stage)
-            yield f"  stage {stage} on rank {where}: {share:.1%} of the cost, {compact(units)}"
-        if others:
-            ranks = layout.pipelines[others[0]].first_rank, layout.pipelines[others[-1]].ranks()[-1]
-            yield f"pipeline{'s' * (len(others) > 1)} {_range(others[0], others[-1])}: alike, ranks {_range(*ranks)}"
 
 
 def _range(first: int, last: int) -> str:

@@ -1,4 +1,4 @@
-"""Which pipelines a run has: their templates' ranks and microbatches, checked, or written as `1x3,2x5`.
+"""Which pipelines a run has: their templates, schedules and microbatches as a user gives them, checked and placed.
 
 No torch.
 """
@@ -6,12 +6,17 @@ No torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from penstock.layout.layout import Layout
 from penstock.layout.template import StageTemplate
-from penstock.schedule.registry import default_stages_per_rank
+from penstock.schedule.actions import Schedule, check_trains
+from penstock.schedule.registry import AUTO, build, default_stages_per_rank
+from penstock.schedule.text import own_or_named, written_schedule
 
 AnyTemplate = TypeVar("AnyTemplate", bound=StageTemplate)
 # Per template, or one number for each pipeline.
@@ -19,6 +24,47 @@ Microbatches = Mapping[StageTemplate, int] | Sequence[int]
 # A name, the path of a .csv file, or rows; of every pipeline, or per template.
 OneSchedule = str | Path | Sequence[str]
 Schedules = OneSchedule | Mapping[StageTemplate, OneSchedule]
+
+
+@dataclass(frozen=True)
+class PlacedPipelines(Generic[AnyTemplate]):
+    """The pipelines of a run, the first on the first ranks, and so on.
+
+    Attributes:
+        templates, schedules: of each pipeline; the schedule is that of a step.
+        makers: make each pipeline's schedule for any number of microbatches.
+    """
+
+    templates: tuple[AnyTemplate, ...]
+    makers: tuple[Callable[[int], Schedule], ...]
+    schedules: tuple[Schedule, ...]
+    layout: Layout
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Of each pipeline in a step."""
+        return tuple(schedule.num_microbatches for schedule in self.schedules)
+
+
+def place_pipelines(
+    templates: tuple[AnyTemplate, ...],
+    schedule: Schedules,
+    num_microbatches: Microbatches,
+    tensor_parallel_size: int,
+    world_size: int,
+) -> PlacedPipelines[AnyTemplate]:
+    """Place checked `templates` on all ranks of the world. Raises AssertionError, TypeError or ValueError for numbers
+    of ranks or microbatches, or for schedules, that do not fit."""
+    makers = tuple(schedule_maker(template, schedule) for template in templates)
+    ranks, stages = [make(1).num_ranks for make in makers], [template.num_stages for template in templates]
+    check_ranks(ranks, stages, tensor_parallel_size, world_size)
+    counts = check_microbatches(templates, num_microbatches)
+    schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
+    for index, one in enumerate(schedules):
+        check_trains(one, f"pipeline {index}")
+    units = [template.modules_per_stage for template in templates]
+    layout = Layout.place(units, [one.stage_to_rank for one in schedules], tensor_parallel_size)
+    return PlacedPipelines(templates, makers, schedules, layout)
 
 
 def parse_pipelines(text: str) -> list[tuple[int, int]]:
@@ -103,3 +149,48 @@ def check_microbatches(pipelines: Sequence[StageTemplate], num_microbatches: Mic
         if count < 1:
             raise ValueError(f"pipeline {index} ({template!r}) needs at least 1 microbatch, but has {count}")
     return tuple(int(count) for count in counts)
+
+
+def check_schedule(schedule: Schedules) -> None:
+    """Check what a user gave as the schedule of pipelines, as far as can be told without the pipelines."""
+    if isinstance(schedule, Mapping):
+        for template in schedule:
+            if not isinstance(template, StageTemplate):
+                raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
+    for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
+        if not isinstance(one, str | Path | Sequence):
+            raise TypeError(
+                "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
+                f"of these for each template, got {one!r}"
+            )
+        written_schedule(one)
+
+
+def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
+    """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
+
+    A template of one stage takes one rank under any named schedule. `schedule`: of all templates, or a dict with one
+    for each."""
+    if isinstance(schedule, Mapping):
+        if template not in schedule:
+            raise ValueError(f"schedule has no key {template!r}: give one for every template")
+        schedule = schedule[template]
+    written = written_schedule(schedule)
+    if written is not None:
+        if written.num_stages != template.num_stages:
+            raise ValueError(
+                f"schedule {written.name!r} is written for {written.num_stages} stages, but {template!r} has "
+                f"{template.num_stages}"
+            )
+        return own_or_named(schedule, written.num_ranks)
+    assert isinstance(schedule, str)
+    per_rank = default_stages_per_rank(schedule)
+    if template.num_stages == 1:
+        return partial(build, AUTO, 1)
+    if template.num_stages % per_rank:
+        raise ValueError(
+            f"schedule {schedule!r} puts {per_rank} stages on each rank, but {template!r} has {template.num_stages}: "
+            f"make templates with a multiple of {per_rank} stages, or choose another schedule for this one "
+            "(schedule={template: name, ...})"
+        )
+    return partial(build, schedule, template.num_stages // per_rank)

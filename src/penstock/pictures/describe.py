@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from penstock.layout.announce import compact, ranks_of
 from penstock.layout.layout import Layout
-from penstock.layout.schedules import schedule_maker
+from penstock.layout.pipelines import schedule_maker
 from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.weights.names import stage_sizes
 from penstock.pictures.simulate import Costs, LayoutSimulation, simulate_layout
