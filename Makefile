@@ -50,7 +50,7 @@ test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n $(SESSIONS) --dist loadfile -m "not slow"
 
 test-slurm: $(STAMP)
-	$(BIN)/python -m pytest tests/slurm_launches.py --timeout 600
+	$(BIN)/python -m pytest tests/benchmarks/slurm_launches.py --timeout 600
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

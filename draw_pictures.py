@@ -1,7 +1,7 @@
 """Draw the pictures of the pages again, and copy the tables of other systems into compared.md: `make pictures`.
 
-The files are committed, so that the pages read well on a code host and in a clone. tests/test_docs.py checks that they
-are current.
+The files are committed, so that the pages read well on a code host and in a clone. tests/docs/test_docs.py checks that
+they are current.
 """
 
 import contextlib

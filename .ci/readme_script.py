@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from local_hub import local_hub  # noqa: E402  # a helper of the tests
+from tests.support.local_hub import local_hub  # noqa: E402  # a helper of the tests
 
 folder = Path(sys.argv[1])
 folder.mkdir(parents=True)

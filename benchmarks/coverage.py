@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 RESULTS = HERE / "results" / "coverage.jsonl"
 SHARDED = HERE / "results" / "coverage_tensor_parallel.jsonl"
@@ -80,7 +80,7 @@ def examine_all(keys: Iterable[Key], results: Path, seconds: float) -> None:
     """Examine classes, appending one line for each."""
     from examine_model import examine
 
-    from pool import Pool
+    from tests.support.pool import Pool
 
     results.parent.mkdir(exist_ok=True)
     pool = Pool()

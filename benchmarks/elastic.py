@@ -29,7 +29,7 @@ from typing import Any
 
 from measure import table_of, write_result
 
-import elastic_runs
+from tests.support import elastic_runs
 
 STEPS = 60
 EXACT = 1e-9

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ended import End, fault_now, kill_self, run_ranks
-from families import FAMILIES, batch
-from training import parallelize, run_step
+from tests.support.ended import End, fault_now, kill_self, run_ranks
+from tests.support.families import FAMILIES, batch
+from tests.support.training import parallelize, run_step
 
 ROUNDS = 10_000
 

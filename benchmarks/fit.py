@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from measure import RESULTS, Comparison
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import transformers
 from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig
@@ -273,7 +273,7 @@ def peaks(names: list[str], only: str) -> None:
 def _run(name: str, only: str, runs: dict[str, Any]) -> None:
     import fit as here  # a name that other processes can import
 
-    from pool import Pool
+    from tests.support.pool import Pool
 
     pool, warm = Pool(), set[str]()
     with _saved(name) as folder:
@@ -334,7 +334,7 @@ def _ways() -> dict[str, tuple[Way, Way]]:
 def levers(rounds: int) -> None:
     import fit as here
 
-    from pool import Pool
+    from tests.support.pool import Pool
 
     columns = ("lever", "fuller rank without", "with", "both ranks without", "with", "seconds, with / without")
     config = {"llama": CONFIGS["llama"].to_diff_dict(), "microbatches": MICROBATCHES, "samples": BATCH}

@@ -54,7 +54,7 @@ PROMISED_SECONDS = 10.0  # until a killed rank is an error on all others
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-EMULATED = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
 # In a rank's environment: it shares the only GPU with others, and how messages travel then.
 SHARED = "PENSTOCK_SHARED_CARD"
 TRANSPORTS = {
@@ -93,8 +93,8 @@ def main() -> int:
 
 def use_emulated_device() -> None:
     """Load the emulated GPU of the tests, which has host memory and computes at once."""
-    sys.path[:0] = [str(EMULATED), str(EMULATED / "emulated_gpu")]
-    import emulated_device
+    sys.path.insert(0, str(ROOT))
+    from tests.support.emulated_gpu import emulated_device
 
     os.environ[emulated_device.LIBRARY] = str(emulated_device.build())
     emulated_device.load()

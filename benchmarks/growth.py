@@ -21,11 +21,11 @@ from typing import Any
 
 from measure import table_of, write_result
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import ended
-from ended import End
-from growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
+from tests.support import ended
+from tests.support.ended import End
+from tests.support.growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 
 FROM = 8
 ONE_OF, STAGES = 1024, 8

@@ -20,13 +20,13 @@ from typing import Any
 from measure import RESULTS, Comparison
 from other_systems import RULES
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, make_plans
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
-from planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
+from tests.support.planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
 
 GB = 1e9
 
@@ -273,12 +273,12 @@ def _emulated(plan: Plan) -> dict[str, Any]:
 
 def memory() -> None:
     """The most that the tensors of each rank take in a step, beside what was predicted from a profile."""
-    import test_planning_memory as test
     from penstock.planning.memory import memory_of_ranks, readable
     from penstock.planning.profile import held_by_stages
     from penstock.planning.profiling import profile_model
     from penstock.schedule import build
-    from pool import Pool
+    from tests.planning import test_memory as test
+    from tests.support.pool import Pool
 
     profile = profile_model(test.build_model(), test.BATCH, test.LENGTH, device="cpu", optimizer_states=0)
     pool = Pool()

@@ -4,7 +4,8 @@
     python benchmarks/quantized.py --only int8      # these kinds anew, the others from the last result
 
 Each case is a step (losses, the adapters' gradients), an evaluation, greedy tokens, the adapters saved and merged into
-the base, and both again: see `tests/quantised.py`, which the tests use, too. Tiny models on CPU processes over gloo.
+the base, and both again: see `tests/support/quantised.py`, which the tests use, too. Tiny models on CPU processes over
+gloo.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 
 from measure import RESULTS, table_of, write_result
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from pool import Pool
-from quantised import KINDS, PLACES, ROUNDING, SCHEDULES, compared, families_and_ways
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.pool import Pool
+from tests.support.quantised import KINDS, PLACES, ROUNDING, SCHEDULES, compared, families_and_ways
 
 COLUMNS = ("loss", "gradients", "evaluation", "merged", "others")
 PACKAGES = ("bitsandbytes", "optimum-quanto", "torchao", "peft")

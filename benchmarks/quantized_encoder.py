@@ -17,13 +17,13 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import RESULTS, table_of, write_result
 
 import penstock
-from pool import Pool
-from quantised import ROUNDING, quantisation
-from training import cut, rows, run_step
+from tests.support.pool import Pool
+from tests.support.quantised import ROUNDING, quantisation
+from tests.support.training import cut, rows, run_step
 
 SENTENCES = [
     "The pump was repaired on Monday.", "Her new novel is about two sisters.", "Bolts must be tightened again.",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "emulated_gpu"))
-from host_group import HostGroup
-from one_card import count_as_own
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.support.emulated_gpu.host_group import HostGroup
+from tests.support.emulated_gpu.one_card import count_as_own
 
 
 class Work(dist._Work):

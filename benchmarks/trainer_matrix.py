@@ -6,7 +6,7 @@
 Tiny models on CPU processes over gloo, with accumulation, clipping, weight decay, warm-up and a cosine schedule, labels
 of unequal number in each sample, and three evaluations on the way. Two pipelines are held to one process that
 accumulates the batches of both; with TRL, whose metrics depend on the number of processes, to two under DDP. The script
-is `tests/trainer_runs.py`, which the tests use, too.
+is `tests/support/trainer_runs.py`, which the tests use, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from measure import RESULTS, Comparison
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from pool import Pool
-from trainer_runs import BATCH, differences, train_all
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.pool import Pool
+from tests.support.trainer_runs import BATCH, differences, train_all
 
 ROWS: dict[str, dict[str, Any]] = {
     "GPT-2": {"name": "GPT-2"},

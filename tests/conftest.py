@@ -1,4 +1,4 @@
-"""Fixtures that every test file may use: see pool.py (many ranks) and launch.py (real launchers)."""
+"""Fixtures that every test file may use: see support/pool.py (many ranks) and support/launch.py (real launchers)."""
 
 import gc
 import os
@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 import torch
 
-import zygote
-from pool import Pool
+from tests.support import zygote
+from tests.support.pool import Pool
 
 # A shell that starts the tests in the background has them ignore this signal, and so would zygotes and their forks; but
 # not what is started once torch's launcher, in a test, has put a handler of its own in place.
@@ -76,7 +76,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def environment_stays() -> Iterator[None]:
-    """A variable that a test leaves behind would keep all later ones from forks; see zygote.py."""
+    """A variable that a test leaves behind would keep all later ones from forks; see support/zygote.py."""
     before = zygote.read_at_import(os.environ)
     yield
     assert zygote.read_at_import(os.environ) == before

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import penstock
-from launch import run_python
+from tests.support.launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
 # What each room may import of the others, for types too. `random_state.py` and `nested.py` lie below all that import

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pool as pool_module
-from pool import Pool, WorkerDied, WorkerTimeout
+from tests.support import pool as pool_module
+from tests.support.pool import Pool, WorkerDied, WorkerTimeout
 
 
 def sum_of_ranks(scale: float) -> torch.Tensor:

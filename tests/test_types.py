@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ROOT
+from tests.support.launch import ROOT
 
 MORE = """
 from transformers import GPT2Config, GPT2LMHeadModel

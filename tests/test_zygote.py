@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import zygote
-from launch import run_python, torchrun
-from pool import Pool
+from tests.support import zygote
+from tests.support.launch import run_python, torchrun
+from tests.support.pool import Pool
 
 REPORT = """
 import atexit, json, os, signal, sys, threading
@@ -164,7 +164,7 @@ def test_a_fork_does_not_outlive_its_stand_in(script: Path) -> None:
 def test_forks_and_zygotes_end_with_the_session(script: Path) -> None:
     """Also with one that is killed."""
     code = (
-        "import os, signal, sys, zygote\n"
+        "import os, signal, sys\nfrom tests.support import zygote\n"
         "zygote.PRELOADED = ()\n"
         f"fork = zygote.fork(0, [{str(script)!r}, {SLEEP!r}], [0, 2, 2], zygote.environment())\n"
         "zygote_pid = open(f'/proc/{fork.pid}/stat').read().split()[3]\n"

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import emulated_device
 import pytest
-from emulated_ranks import REAL
 
-from pool import Pool
+from tests.support.emulated_gpu import emulated_device
+from tests.support.emulated_gpu.emulated_ranks import REAL
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import REAL, Case, evaluate_and_generate, save_and_load, told_of_unlike_copies, train, unsplit
 
 from penstock.schedule import schedule_names
-from pool import Pool
-from training import EXACT, Step, assert_same_gradients, assert_steps_equal
+from tests.support.emulated_gpu.emulated_ranks import (
+    REAL,
+    Case,
+    evaluate_and_generate,
+    save_and_load,
+    told_of_unlike_copies,
+    train,
+    unsplit,
+)
+from tests.support.pool import Pool
+from tests.support.training import EXACT, Step, assert_same_gradients, assert_steps_equal
 
 Run = Callable[..., list[Any]]
 

@@ -10,21 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import emulated_nccl
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_ranks import Case, on, spread, use_gpu
 from torch._C._distributed_c10d import ErrorType
 from torch.utils.data import default_collate
 
-from elastic_script import Samples
-from ended import LIMIT
 from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.runtime.failures.board import PipelineFailure
-from pool import WorkerDied
-from training import kept_in_double
+from tests.support.elastic_script import Samples
+from tests.support.emulated_gpu import emulated_nccl
+from tests.support.emulated_gpu.emulated_ranks import Case, on, spread, use_gpu
+from tests.support.ended import LIMIT
+from tests.support.pool import WorkerDied
+from tests.support.training import kept_in_double
 
 Run = Callable[..., list[Any]]
 

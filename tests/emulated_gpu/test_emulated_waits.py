@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import Case, sums_of_steps, waits_of_generation, waits_of_steps
 
 from penstock.schedule import schedule_names
+from tests.support.emulated_gpu.emulated_ranks import Case, sums_of_steps, waits_of_generation, waits_of_steps
 
 Run = Callable[..., list[Any]]
 # What the host may wait for in a step of shapes that were seen before, when the batch is on the CPU. Keep it empty.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import emulated_device
 import pytest
 
-from launch import ROOT, run_python
+from tests.support.emulated_gpu import emulated_device
+from tests.support.launch import ROOT, run_python
 
 
 @pytest.mark.parametrize(

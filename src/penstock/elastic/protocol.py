@@ -7,13 +7,13 @@ the other follows. A member that finds itself left out ends.
 
 An update is voted on before it is made. The vote passes on any member only if all had their gradients; so if one
 survivor has made update n, every survivor has what it takes to make it now, and does; otherwise nobody has, and the
-step is run again. `Decision.step` says which, to all alike. `tests/test_elastic_protocol.py` goes through all
+step is run again. `Decision.step` says which, to all alike. `tests/elastic/test_protocol.py` goes through all
 interleavings of a few members.
 
 After a loss a member repeats the calls since the last update whose results are lost, or that others have not completed
 (`Log`). Gradients are lost with every layout. Ranks make the same calls in the same order, but one may be ahead: it has
 completed a call, and dropped gradients, and is in the next call, while another has only begun the first. No further: a
-call that all take part in ends on none before all have begun it; see `tests/test_elastic_log.py`.
+call that all take part in ends on none before all have begun it; see `tests/elastic/test_log.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""A schedule that the user wrote runs like a named one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, zip_longest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import penstock
+from penstock import PipelineTemplate
+from penstock.config import Configuration, ConfigurationError
+from penstock.layout.pipelines import schedule_maker
+from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.fit import Recipe, ways
+from penstock.planning.plan import Job
+from penstock.planning.planner import make_plans
+from penstock.planning.profile import Profile, UnitCost
+from penstock.runtime.boundary import boundaries
+from penstock.schedule import (
+    Schedule,
+    ScheduleError,
+    build,
+    live_microbatches,
+    parse_schedule,
+    register_schedule,
+    schedule_names,
+)
+from penstock.schedule.registry import SCHEDULES
+from penstock.schedule.text import format_schedule, own_or_named
+from tests.cli.test_cli import rows, run
+from tests.support.planning_cases import best_simulated_by_brute_force
+from tests.support.pool import Pool
+
+
+def tiny() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61, n_embd=16, n_layer=3, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def train_with(schedule: str | list[str], num_microbatches: int, told: bool = True) -> tuple[float, float]:
+    """The loss of a step and of an evaluation of another size, which the schedule was not written for."""
+    ids = torch.randint(0, 61, (2 * num_microbatches, 8), generator=torch.Generator().manual_seed(1))
+    section = {"pipeline_parallel_size": 2, "schedule": schedule}
+    if told:
+        section["num_microbatches"] = num_microbatches
+    model = penstock.initialize(tiny(), {"model_parallelism": section})
+    loss = 0.0
+    for out in model(input_ids=ids, labels=ids):
+        out.loss.backward()
+        loss += out.loss.item()
+    with torch.no_grad():
+        return loss, model(input_ids=ids[:1], labels=ids[:1]).loss.item()
+
+
+def test_rows_and_a_csv_file_train_like_the_named_schedule(pool: Pool, tmp_path: Path) -> None:
+    text = format_schedule(build("zb-h1", 2, 4))
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    ids = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(1))
+    model = tiny()
+    expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
+    for schedule, told in ((str(path), False), (text.splitlines(), False), (text.splitlines(), True)):
+        for losses in pool.run(2, train_with, schedule=schedule, num_microbatches=4, told=told, timeout=60):
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def far_ahead(num_microbatches: int, lead: int) -> list[str]:
+    """Rank 0 sends `lead` activations before it gives the gradient that rank 1 wants before it takes the second."""
+    forwards = [f"0F{i}" for i in range(num_microbatches)]
+    turns = [f"3F{i},3B{i},0B{i - 1}" if i else "3F0,3B0" for i in range(num_microbatches)]
+    rest = chain.from_iterable(zip_longest(turns, forwards[lead:]))
+    return [
+        ",".join([*forwards[:lead], *filter(None, rest), f"0B{num_microbatches - 1}"]),
+        ",".join(f"1F{i},2F{i},2B{i},1B{i}" for i in range(num_microbatches)),
+    ]
+
+
+def train_with_large_messages(schedule: list[str], num_microbatches: int) -> tuple[float, float]:
+    """`train_with`, where receives are posted no further ahead than those of large tensors are."""
+    with mock.patch.object(boundaries, "BYTES_AHEAD", 1):
+        return train_with(schedule, num_microbatches)
+
+
+# The second has so many microbatches that sends are waited for within the step.
+@pytest.mark.parametrize(("num_microbatches", "lead"), [(24, 24), (40, 14)])
+def test_a_schedule_may_send_far_ahead(pool: Pool, num_microbatches: int, lead: int) -> None:
+    ids = torch.randint(0, 61, (2 * num_microbatches, 8), generator=torch.Generator().manual_seed(1))
+    expected = tiny()(input_ids=ids, labels=ids).loss.item()
+    rows = far_ahead(num_microbatches, lead)
+    arguments = {"schedule": rows, "num_microbatches": num_microbatches}
+    for loss, _ in pool.run(2, train_with_large_messages, **arguments, timeout=60):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_schedule_of_other_size_is_refused_before_training(pool: Pool) -> None:
+    rows = format_schedule(build("1f1b", 2, 4)).splitlines()
+    for error in pool.run(2, train_with, schedule=rows, num_microbatches=3, timeout=60, outcomes=True):
+        assert isinstance(error, ValueError) and "not written for 3 microbatches" in str(error)
+
+
+def test_a_broken_schedule_is_refused_with_what_blocks_it() -> None:
+    with pytest.raises(ScheduleError):
+        own_or_named(["0F0,0B0", "1B0,1F0"], 2)
+    with pytest.raises(ScheduleError, match="written for 2 ranks"):
+        own_or_named(["0F0,0B0", "1F0,1B0"], 3)
+
+
+# -- under a name ------------------------------------------------------------------------------------------------------
+
+NAME = "one-at-a-time"
+
+
+def one_at_a_time(num_ranks: int, num_microbatches: int) -> Schedule:
+    """No microbatch begins before the one before it has ended."""
+    rows = [[f"{rank}{kind}{m}" for m in range(num_microbatches) for kind in "FB"] for rank in range(num_ranks)]
+    return parse_schedule(rows)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    with mock.patch.dict(SCHEDULES):
+        register_schedule(NAME, one_at_a_time)
+        yield
+
+
+def train_under_a_name(num_microbatches: int, rank_with_another: int | None = None) -> tuple[float, float]:
+    another = rank_with_another == int(os.environ["RANK"])
+    with mock.patch.dict(SCHEDULES):
+        register_schedule(NAME, partial(build, "gpipe") if another else one_at_a_time)
+        return train_with(NAME, num_microbatches)
+
+
+def test_a_registered_schedule_trains_and_evaluates(pool: Pool) -> None:
+    ids = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(1))
+    model = tiny()
+    expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
+    for losses in pool.run(2, train_under_a_name, 4, timeout=60):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=r"schedule.*one-at-a-time \[[0-9a-f]{8}\]"):  # of two ranks, unlike
+        pool.run(2, train_under_a_name, 4, 1, timeout=60)
+
+
+def test_a_registered_schedule_is_planned_with_and_fits(registered: None) -> None:
+    """It holds one microbatch, where the others hold two: the only one for little memory."""
+    units = tuple(UnitCost(f"unit{index}", 1.0, 1.0, 1.0, weights=1, kept=4) for index in range(4))
+    profile, cluster = Profile("model", units), Cluster((DeviceClass("small", 2, memory=12.0),))
+    (plan, *_) = make_plans(Job(profile, cluster, 2), 1)
+    assert plan.schedule_names == NAME
+    best = best_simulated_by_brute_force(profile, cluster, 2, 1, (*schedule_names(),))
+    assert plan.seconds == best == 2 * 4 * 3.0  # nothing overlaps
+    recipes = [(Recipe("float32", torch.float32), None, profile)]
+    fits = {name: [way.plan is not None for way in ways(iter(recipes), cluster, 2, name)] for name in ("1f1b", NAME)}
+    assert fits == {"1f1b": [False, True], NAME: [True, True]}  # with activations recomputed there are few to hold
+
+
+def test_a_registered_schedule_is_simulated_drawn_and_named(registered: None, tmp_path: Path) -> None:
+    simulated = run("simulate", NAME, "1f1b", "-p", 2, "-m", 3)
+    assert [float(rows(simulated)[name][0]) for name in (NAME, "1f1b")] == [3 * 6, (3 + 2 - 1) * 3]
+    assert rows(simulated)[NAME][-1] == "1 each"
+    assert run("draw", NAME, "-o", tmp_path / "mine.svg").exit_code == 0
+    assert NAME in (tmp_path / "mine.svg").read_text()
+    with pytest.raises(ConfigurationError, match=f"one of .*{NAME}"):
+        Configuration.from_any({"model_parallelism": {"pipeline_parallel_size": 2, "schedule": "other"}})
+    templates = [PipelineTemplate("tiny", [["a"], ["b"]])]
+    assert schedule_maker(templates[0], NAME)(3).name == NAME
+    assert [live_microbatches(NAME, 4, rank, 9) for rank in range(4)] == [1] * 4
+
+
+def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> None:
+    stuck = Schedule("", 2, 4, (0, 1), one_at_a_time(2, 4).actions[::-1], False)
+    for name, make, words in (
+        (NAME, one_at_a_time, "a name must be new"),
+        ("mine.csv", one_at_a_time, "not end in .csv"),
+        ("stuck", lambda p, m: stuck, "'stuck' on 2 ranks with 4 microbatches: rank 0"),
+        (
+            "fixed",
+            lambda p, m: one_at_a_time(3, m),
+            "asked for 2 ranks and 4 microbatches, but its maker gave one for 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            register_schedule(name, make)
+    assert "stuck" not in schedule_names()

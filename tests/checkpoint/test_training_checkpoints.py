@@ -1,0 +1,381 @@
+"""Folders of checkpoints: whole or not there after a kill, rotated, passed over when damaged, written meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import warnings
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import penstock
+from penstock.checkpoint import files
+from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
+from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.save import save_checkpoint
+from penstock.checkpoint.tensors import bytes_of
+from penstock.checkpoint.training_state import TrainingState
+from penstock.checkpoint.untrusted import CheckpointError
+from penstock.cli import app
+from tests.support.audit import only_within
+from tests.support.checkpoint_ranks import (
+    assert_hold_together,
+    assert_holds,
+    assert_same_state,
+    flip,
+    give_state,
+    gpt2,
+    loaded,
+    on_ranks,
+    raised,
+    scramble,
+    split_copies,
+    trained,
+)
+from tests.support.families import FAMILIES
+from tests.support.launch import run_python
+from tests.support.peaks import sampled_peak
+from tests.support.pool import Pool
+from tests.support.training import parallelize
+
+
+def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    pairs = {}
+    for number in (10, 20, 30, 40):
+        pairs[number] = model, optimizer = trained(number)
+        path = penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number, keep_last=3)
+        assert path == str(tmp_path / f"step-{number:08d}")
+    (tmp_path / "step-00000050").mkdir()  # a save that was killed
+    (tmp_path / "notes.txt").write_text("mine")
+    found, model, _ = loaded(tmp_path)
+    assert (found.step, found.damaged) == (40, {})
+
+    flip(tmp_path / "step-00000040" / "optimizer_tp_0_pp_0.safetensors")
+    (tmp_path / "step-00000030" / "training_state.bin").unlink()
+    found, model, optimizer = loaded(tmp_path)
+    assert found.step == 20 and found.path == str(tmp_path / "step-00000020")
+    assert_holds(model, pairs[20][0])
+    assert_same_state(optimizer, pairs[20][1])
+    damaged = {os.path.basename(path): reason for path, reason in found.damaged.items()}
+    assert "optimizer_tp_0_pp_0.safetensors is not the file that was saved" in damaged["step-00000040"]
+    assert "training_state.bin is missing" in damaged["step-00000030"]
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be loaded: .*step-00000040"):
+        loaded(tmp_path, 40)
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 10"):
+        loaded(tmp_path, 10)
+    with pytest.raises(CheckpointError, match="nowhere is no directory"):
+        loaded(tmp_path / "nowhere")
+    assert loaded(tmp_path / "step-00000020")[0].step == 20
+
+    (tmp_path / "step-00000020" / "mine.txt").write_text("mine")
+    penstock.save_checkpoint(tmp_path, model=model, step=60, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000020", "step-00000060"]
+    assert os.listdir(tmp_path / "step-00000020") == ["mine.txt"]
+
+
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    loader = torch.utils.data.DataLoader([1, 2])
+    for options, message in (
+        (
+            {"dataloader": loader},
+            r"dataloader cannot be saved or loaded: a DataLoader has no state; make it with model",
+        ),
+        ({"mine": 3}, r"mine cannot be saved or loaded: a int has no state"),
+        ({"optimizer": "adam"}, "optimizer must be a torch optimizer, got str"),
+    ):
+        for function in (penstock.save_checkpoint, penstock.load_checkpoint):
+            with pytest.raises(TypeError, match=message):
+                function(tmp_path, model=model, **options)
+    with pytest.raises(TypeError, match="model must be one of transformers or of diffusers, got Linear"):
+        penstock.save_checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
+        penstock.save_checkpoint(tmp_path, model=model, keep_last=0)
+    with pytest.raises(ValueError, match="step must be a whole number of steps done, got -1"):
+        penstock.save_checkpoint(tmp_path, model=model, step=-1)
+    assert not os.listdir(tmp_path)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, lr_scheduler=None)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(CheckpointError, match=r"has no state for \['lr_scheduler'\]"):
+        penstock.load_checkpoint(tmp_path, model=model, lr_scheduler=scheduler)
+
+
+def test_a_scheduler_takes_no_state_of_another_class(tmp_path: Path) -> None:
+    """Also one that consists of others. Nothing has changed, and the right class goes on."""
+    scheduler = torch.optim.lr_scheduler
+    model, optimizer = trained(1)
+
+    def sequence(last: type, **options: Any) -> Any:
+        parts = [scheduler.LinearLR(optimizer), last(optimizer, **options)]
+        return scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    for made, others in (
+        (scheduler.StepLR(optimizer, 2), [scheduler.ExponentialLR(optimizer, 0.5), sequence(scheduler.ConstantLR)]),
+        (sequence(scheduler.ConstantLR), [sequence(scheduler.ExponentialLR, gamma=0.5)]),
+    ):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=made, step=1)
+        for other in others:
+            before = copy.deepcopy(other.state_dict())
+            with pytest.raises(CheckpointError, match=r"'lr_scheduler'.* is that of a (\w+).*, but .*: make a \1"):
+                penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=other)
+            assert other.state_dict() == before
+        saved = copy.deepcopy(made.state_dict())
+        made.last_epoch = 17
+        penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer, lr_scheduler=made)
+        assert made.state_dict() == saved
+
+
+def warned(save: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save()
+    return [str(one.message) for one in caught if "gradients are not saved" in str(one.message)]
+
+
+def save_in_an_accumulation(folder: Path) -> tuple[list[int], list[bool]]:
+    """How many warnings come after a step's backwards, its update, and the dropping of its gradients; and whether
+    gradients are left once the first is loaded."""
+    model = parallelize(gpt2(1), 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    counts, ids = [], torch.arange(32).view(4, 8)
+
+    def backward() -> None:
+        for out in model(input_ids=ids, labels=ids):
+            out.loss.backward()
+
+    for number, work in enumerate((backward, optimizer.step, optimizer.zero_grad)):
+        work()
+        save = partial(penstock.save_checkpoint, folder, model=model, optimizer=optimizer, step=number)
+        counts.append(len(warned(save)))
+    backward()
+    penstock.load_checkpoint(folder, 0, model=model, optimizer=optimizer)
+    return counts, [parameter.grad is not None for parameter in model.parameters()]
+
+
+def test_a_save_in_the_middle_of_an_accumulation_says_that_it_leaves_the_gradients_out(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """On every rank; a run that is taken up begins without any."""
+    for counts, left in pool.run(2, save_in_an_accumulation, tmp_path, timeout=60):
+        assert counts == [1, 0, 0]
+        assert left and not any(left)
+
+
+def test_one_process_that_cannot_tell_whether_gradients_were_used_says_so(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    save = partial(penstock.save_checkpoint, tmp_path, model=model, optimizer=optimizer, step=1)
+    (words,) = warned(save)
+    assert "unless it has used them already: then call zero_grad() first" in words
+    optimizer.zero_grad()
+    assert not warned(save)
+
+
+# -- files of tensors --------------------------------------------------------------------------------------------------
+
+
+def test_the_files_are_those_of_safetensors_and_the_sums_those_of_the_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every dtype of the format, no dimension and no element, and tensors of several pieces."""
+    monkeypatch.setattr(files, "_CHUNK", 1000)
+    monkeypatch.setattr(files, "_FLUSHED", 3000)
+    tensors = {"none": torch.empty(0, 3), "one": torch.tensor(2.5, dtype=torch.bfloat16), "ü": torch.arange(2500)}
+    for dtype in files.DTYPES:
+        tensors[f"of {dtype}"] = torch.arange(-8, 9).abs().to(torch.float32).to(dtype)
+    path = tmp_path / "file.safetensors"
+    infos = files.write_tensors(str(path), tensors)
+    found = load_file(path)
+    assert found.keys() == tensors.keys() == infos.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert bytes(bytes_of(found[name])) == bytes(bytes_of(tensor)), name
+        assert infos[name]["checksum"] == zlib.crc32(bytes(bytes_of(tensor)))
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "the first tensor's place is aligned"
+    with pytest.raises(CheckpointError, match=r"safetensors has no dtype for x, which is torch.complex128"):
+        files.write_tensors(str(tmp_path / "other.safetensors"), {"x": torch.zeros(1, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match="File exists"):
+        files.write_tensors(str(path), tensors)
+    assert os.listdir(tmp_path) == ["file.safetensors"]
+
+
+# -- asynchronous ------------------------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(1)
+    before = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    go_on, original = threading.Event(), files.write_safetensors
+    monkeypatch.setattr(files, "write_safetensors", lambda *args: go_on.wait(60) and original(*args))
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, asynchronous=True)
+    give_state(model, optimizer, 5)  # while nothing is written yet
+    assert not (tmp_path / "step-00000001" / "parallel_checkpoint.json").exists()
+    go_on.set()
+    penstock.finish_saving(model)
+    found, again, adam = loaded(tmp_path)
+    assert found.step == 1
+    assert_holds(again, before[0])
+    assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
+
+
+def test_what_goes_wrong_meanwhile_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(1)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_safetensors", full)
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"step-00000002.*No space left on device"):
+            penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=3, asynchronous=True)
+    assert loaded(tmp_path)[0].step == 1
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=4, asynchronous=True)
+    penstock.finish_saving(model)
+    assert loaded(tmp_path)[0].step == 4
+
+
+def test_what_goes_wrong_at_the_very_end_ends_the_program_with_an_error(tmp_path: Path) -> None:
+    code = """
+import sys, penstock, transformers
+from penstock.checkpoint import files
+if sys.argv[2] == "fail":
+    files.write_safetensors = lambda *args, **options: 1 / 0
+config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=5, n_positions=4)
+penstock.save_checkpoint(sys.argv[1], model=transformers.GPT2LMHeadModel(config), step=1, asynchronous=True)
+"""
+    (tmp_path / "script.py").write_text(code)
+    for fate, status in (("fail", 1), ("write", 0)):
+        ended = run_python(tmp_path / "script.py", tmp_path / fate, fate, timeout=120)
+        assert ended.returncode == status, ended.stderr
+        assert ("ZeroDivisionError" in ended.stderr) == (fate == "fail")
+    assert (tmp_path / "write" / "step-00000001" / "parallel_checkpoint.json").exists()
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["t5", "mixtral"])
+def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family: str, tmp_path: Path) -> None:
+    """Tied weights, several names of one weight, and a family whose files are converted when they are loaded."""
+    reference = scramble(FAMILIES[family].build(dtype=torch.float32), 1)
+    models = split_copies(reference, 3)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    reference.load_state_dict({name: value for model in models for name, value in model.state_dict().items()})
+
+    def work(rank: int, comm: Any) -> None:
+        save_checkpoint(models[rank], tmp_path, TrainingState(optimizers[rank], step=3), world_comm=comm)
+
+    raised(on_ranks(3, work))
+    again = type(reference).from_pretrained(tmp_path)
+    assert_holds(again, reference)
+    (found,) = inspect_folder(tmp_path)
+    assert found["whole"] and found["training"]["step"] == 3
+    held = {value.data_ptr() for value in reference.state_dict().values()}
+    stored = [name for file in found["files"] if file["part"] == "model" for name in range(file["tensors"])]
+    assert len(stored) == len(found["parameters"]) == len(held)
+    states = sum(file["tensors"] for file in found["files"] if file["part"] == "training")
+    expected = 3 * len(list(reference.parameters())) + 3
+    assert states == expected, "exp_avg, exp_avg_sq and step of each, and the generators of each rank"
+
+    fresh = split_copies(scramble(copy.deepcopy(reference), 5), 2)
+    raised(on_ranks(2, lambda rank, comm: from_parallelized(fresh[rank], tmp_path, world_comm=comm)))
+    assert_hold_together(fresh, reference)
+
+    runner = CliRunner()
+    shown = runner.invoke(app, ["inspect", str(tmp_path), "--json"])
+    assert shown.exit_code == 0 and json.loads(shown.stdout)[0]["parameters"] == found["parameters"]
+    for options, extension in ((["--no-safetensors"], ".bin"), ([], ".safetensors")):
+        out = tmp_path / f"merged{extension}"
+        merged = runner.invoke(app, ["merge", str(tmp_path), str(out), "--max-shard-size", "30KB", "--json", *options])
+        assert merged.exit_code == 0, merged.output
+        every = json.loads(merged.stdout)["files"]
+        files_written = [name for name in every if name.endswith((".bin", ".safetensors"))]
+        assert set(every) == {path.name for path in out.iterdir()}
+        assert len(files_written) > 1 and all(name.endswith(extension) for name in files_written)
+        assert_holds(type(reference).from_pretrained(out), reference)
+
+
+def test_inspect_names_what_is_damaged_and_merge_refuses_it(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for number in (1, 2):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number)
+    newest = tmp_path / "step-00000002"
+    flip(newest / "pytorch_model_tp_0_pp_0.safetensors")
+    runner = CliRunner()
+    with only_within(tmp_path):
+        shown = runner.invoke(app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 1
+    words = " ".join(shown.stdout.split())  # lines are wrapped
+    assert "step-00000002: NOT WHOLE" in words and "step-00000001: whole" in words
+    assert "pytorch_model_tp_0_pp_0.safetensors is not the file that was saved" in words
+    assert runner.invoke(app, ["inspect", str(tmp_path), "--quick"]).exit_code == 0, "the sizes are right"
+    refused = runner.invoke(app, ["merge", str(newest), str(tmp_path / "out")])
+    assert refused.exit_code == 1 and not list((tmp_path / "out").glob("*"))
+    assert runner.invoke(app, ["inspect", str(tmp_path / "nowhere")]).exit_code == 1
+
+
+class Derived(transformers.GPT2LMHeadModel):
+    """A class of the user's own, which the command does not know."""
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_merge_says_where_a_model_that_it_does_not_know_can_be_merged(tmp_path: Path, lacking: bool) -> None:
+    model = (transformers.GPT2LMHeadModel if lacking else Derived)(gpt2().config)
+    penstock.save_checkpoint(tmp_path / "run", model=model, step=1)
+    if lacking:
+        (tmp_path / "run" / "step-00000001" / "config.json").unlink()
+    refused = CliRunner().invoke(app, ["merge", str(tmp_path / "run"), str(tmp_path / "out")])
+    said = " ".join(refused.output.split())  # lines are wrapped
+    assert refused.exit_code == 1 and not (tmp_path / "out").exists()
+    if lacking:
+        assert "holds a GPT2LMHeadModel of transformers, but no config.json" in said
+    else:
+        assert "holds a Derived, which is no class of transformers: where it is defined, call" in said
+        assert "model.from_parallelized(" in said and "model.save_pretrained(folder)" in said
+
+
+def large() -> Any:
+    """A model with weights of 100 MB."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=9, num_attention_heads=4, vocab_size=512
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def save_sharded(folder: Path) -> None:
+    penstock.save_checkpoint(folder, model=parallelize(large(), 1, tensor_parallel_size=2), step=1)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_merging_holds_one_shard_of_the_result_in_memory(pool: Pool, tmp_path: Path) -> None:
+    """Weights of 100 MB in shards of 10 MB, also of a checkpoint that tensor parallelism has cut."""
+    model = large()
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 90e6
+    penstock.save_checkpoint(tmp_path / "whole", model=model, step=1)
+    pool.run(2, save_sharded, tmp_path / "cut", timeout=60)
+    penstock.save_checkpoint(tmp_path / "small", model=gpt2(), step=1)
+    merge_checkpoint(tmp_path / "small", tmp_path / "small-merged")  # what this imports stays in memory
+    for kind in ("whole", "cut"):
+        with sampled_peak() as peak:
+            names = merge_checkpoint(tmp_path / kind, tmp_path / f"{kind}-merged", max_shard_size="10MB")
+        assert len(names) >= 9
+        assert peak[0] < 35e6, f"{kind}: {peak[0]:,} bytes more at times"
+    for kind in ("whole", "cut"):
+        assert_holds(transformers.LlamaForCausalLM.from_pretrained(tmp_path / f"{kind}-merged"), model)

@@ -1,0 +1,187 @@
+"""User code that sees a microbatch where it means a batch is warned of by name, once, and nothing else is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import penstock
+from tests.support.families import FAMILIES, batch
+from tests.support.pool import Pool
+from tests.support.training import in_turn, parallelize, run_step
+
+WIDTH, ROWS = 6, 8
+INPUTS = {"ids": torch.arange(ROWS * 3).view(ROWS, 3) % 5, "target": torch.ones(ROWS, 3, WIDTH)}
+
+
+class Chain(nn.Module):
+    def __init__(self, second: nn.Module | None = None, by_frequency: str = "") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, WIDTH, scale_grad_by_freq=by_frequency == "module")
+        self.functional = by_frequency == "function"
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), second or nn.Linear(WIDTH, WIDTH)])
+        self.forwards = 0
+
+    def forward(self, ids: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return {"loss": functional.mse_loss(hidden, target)}
+
+
+class Looked(nn.Module):
+    """Looks its vectors up by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.table, scale_grad_by_freq=True)
+
+
+def looked() -> nn.Module:
+    model = Chain()
+    model.embedding = Looked()  # type: ignore[assignment]
+    return model
+
+
+class Keeping(nn.Module):
+    """Keeps something in an attribute, as `keep` says."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.layer, self.keep = nn.Linear(WIDTH, WIDTH), keep
+        self.count, self.shape, self.mean = 0, (), None
+        self.table: Any = None
+        self.history: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keep(self, x)
+        return self.layer(x)
+
+
+def count(module: Any, x: torch.Tensor) -> None:
+    module.count += module.training
+
+
+def grow(module: Any, x: torch.Tensor) -> None:
+    module.history.append(x.shape[0])
+
+
+def average(module: Any, x: torch.Tensor) -> None:
+    mean = x.detach().mean()
+    module.mean = mean if module.mean is None else 0.9 * module.mean + 0.1 * mean
+
+
+def look_up(module: Any, x: torch.Tensor) -> None:
+    """What every forward finds as the first one has left it."""
+    module.shape = tuple(x.shape[1:])
+    if module.table is None:
+        module.table = torch.arange(3)
+
+
+class Rooted(Chain):
+    """Counts in the model's own code."""
+
+    def forward(self, ids: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.forwards += 1
+        return super().forward(ids, target)
+
+
+def clamp(parameter: Any) -> None:
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def hooked(hook: str) -> nn.Module:
+    model = Chain()
+    weight = model.blocks[1].weight
+    assert isinstance(weight, nn.Parameter)
+    if hook == "before":
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    else:
+        weight.register_post_accumulate_grad_hook(clamp)
+    return model
+
+
+# What makes a model, and what a warning on some rank says of it; None if there is none.
+MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "nothing": (Chain, None),
+    "a count": (lambda: Chain(Keeping(count)), "changes attributes of modules (blocks.1.count)"),
+    "a list": (lambda: Chain(Keeping(grow)), "changes attributes of modules (blocks.1.history)"),
+    "a running mean": (lambda: Chain(Keeping(average)), "changes attributes of modules (blocks.1.mean)"),
+    "what is looked up": (lambda: Chain(Keeping(look_up)), None),
+    "a count between units": (Rooted, "changes attributes of modules (forwards)"),
+    "a hook": (lambda: hooked("before"), "hooks on the gradients of parameters (blocks.1.weight)"),
+    "a hook after": (lambda: hooked("after"), "hooks on the gradients of parameters (blocks.1.weight)"),
+    "by frequency": (
+        lambda: Chain(by_frequency="module"),
+        "aten::embedding with scale_grad_by_freq=True in the unit embedding",
+    ),
+    "by frequency, by a function": (looked, "aten::embedding with scale_grad_by_freq=True in the unit embedding"),
+}
+
+
+def warned(name: str, num_microbatches: int) -> list[str]:
+    """What this rank is warned of in three steps."""
+    torch.manual_seed(0)
+    model = penstock.initialize(
+        MODELS[name][0](), pipeline_parallel_size=2, num_microbatches=num_microbatches, example_inputs=INPUTS
+    )
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            run_step(model, INPUTS)
+    return [str(each.message) for each in seen if "microbatch" in str(each.message)]
+
+
+def all_warned(num_microbatches: int) -> list[list[str]]:
+    return in_turn([lambda name=name: warned(name, num_microbatches) for name in MODELS])
+
+
+def test_what_sees_a_microbatch_is_warned_of_by_name_and_once(pool: Pool) -> None:
+    for (name, (_, expected)), *ranks in zip(MODELS.items(), *pool.run(2, all_warned, 4), strict=True):
+        for told in ranks:
+            assert len(told) <= 1, name
+        told = [each for rank in ranks for each in rank]
+        assert bool(told) == bool(expected), (name, told)
+        assert all(str(expected) in each for each in told), (name, told)
+
+
+def test_nothing_is_warned_of_where_a_microbatch_is_the_batch(pool: Pool) -> None:
+    assert pool.run(2, all_warned, 1) == [[[]] * len(MODELS)] * 2
+
+
+def counted() -> int:
+    """Of a model that counts its forwards in its own code, after `initialize` and one evaluation."""
+    model: Any = penstock.initialize(Rooted(), pipeline_parallel_size=2, num_microbatches=2, example_inputs=INPUTS)
+    with torch.no_grad():
+        model(**INPUTS)
+    return int(model.forwards)
+
+
+def test_following_a_forward_counts_as_none(pool: Pool) -> None:
+    assert pool.run(2, counted) == [2, 2]
+
+
+def train(family: str) -> list[str]:
+    model = parallelize(FAMILIES[family].build(dropout=0.1), 2, num_microbatches=4)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            run_step(model, batch(FAMILIES[family].kind, 8, seed=seed))
+    return [str(each.message) for each in seen if "penstock" in each.filename]
+
+
+def train_all(families: tuple[str, ...]) -> list[list[str]]:
+    return in_turn([lambda family=family: train(family) for family in families])
+
+
+def test_models_of_transformers_are_warned_of_nothing(pool: Pool) -> None:
+    families = ("gpt2", "llama", "gemma3", "t5", "bart", "vit", "whisper")
+    assert pool.run(2, train_all, families) == [[[]] * len(families)] * 2

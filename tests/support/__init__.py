@@ -1,0 +1,1 @@
+"""What tests stand on: ranks, launchers, models, training loops, and scripts that a test runs."""

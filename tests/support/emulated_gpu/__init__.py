@@ -1,0 +1,1 @@
+"""A device in host memory that torch treats as an accelerator, and a process group with NCCL's rules."""
