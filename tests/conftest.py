@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,10 +34,12 @@ hypothesis.settings.load_profile("penstock")
 
 # The longest files, the longest first.
 LONGEST = (
-    "test_quantised", "test_elastic", "test_growth", "test_failure_watcher", "test_sharded_optimizer", "test_examples",
-    "test_trainer_runs", "test_elastic_trainer", "test_checkpoint_atomic", "test_types", "test_resume", "test_compile",
-    "test_verify", "test_peft", "test_failure_initialize", "test_docs", "test_coverage", "test_training_checkpoints",
-    "test_emulated_exactness",
+    "quantisation/test_quantised", "elastic/test_elastic", "runtime/test_growth", "runtime/failures/test_watcher",
+    "sharded_optimizer/test_sharded_optimizer", "docs/test_examples", "trainer/test_runs",
+    "elastic/test_elastic_trainer", "checkpoint/test_atomic", "test_types", "checkpoint/test_resume",
+    "model/test_compile", "checking/test_verify", "integrations/test_peft", "runtime/failures/test_forming",
+    "docs/test_docs", "benchmarks/test_coverage", "checkpoint/test_training_checkpoints",
+    "emulated_gpu/test_emulated_exactness",
 )  # fmt: skip
 
 
@@ -56,7 +59,8 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: begun late, one would keep its process busy when the others have nothing to do."""
     places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    here = Path(__file__).parent
+    items.sort(key=lambda item: places.get(str(item.path.relative_to(here).with_suffix("")), len(places)))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
