@@ -34,8 +34,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from penstock import Booster, CheckpointManager, Elastic, HeterogeneousParallelPlugin, PipelineTemplate
 from penstock.elastic.moving import from_live_ranks
 from penstock.layout.layout import Layout
+from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
-from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.formation import parallelize
 from penstock.runtime.reforming import reform

@@ -11,7 +11,7 @@ from tiny_models import build_running
 
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, FAILED, NOT_TRIED, REFUSED, Comparison, Row
 from penstock.checking.double import kept_in_double
-from penstock.config import Configuration
+from penstock.config.configuration import Configuration
 
 NUM_MICROBATCHES = 4
 GENERATIVE = ("causal-lm", "seq2seq-lm", "speech-seq2seq", "image-text", "image-text with images")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from penstock.layout.announce import compact
 from penstock.layout.partition import partition, split_into
-from penstock.pictures.simulate import Costs, simulate
 from penstock.planning.profile import Profile, UnitCost, seconds_of, stages_of
 from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.simulation.simulate import Costs, simulate
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ PHASES = (
 # Where a phase's function may be called, in one checkout or another; what it is called is looked up there.
 TIMED = {
     "units and costs": (
-        ("penstock.form", "_find"), ("penstock.initialize", "list_units"), ("penstock.initialize", "unit_costs")
+        ("penstock.api.form", "_find"), ("penstock.api.form", "_find"),
+        ("penstock.initialize", "list_units"), ("penstock.initialize", "unit_costs"),
     ),
     "splitting": (("penstock.modeling.stage.split.SplitModel", "__init__"),),
     "following the forward": (("penstock.modeling.graph.forwards.Forwards", "follow"),),

@@ -20,7 +20,7 @@ import penstock
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from penstock import Booster, HeterogeneousParallelPlugin
 from penstock.layout.pipelines import parse_pipelines
-from penstock.pipeline_template import balanced_templates
+from penstock.modeling.pipeline_template import balanced_templates
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.schedule import schedule_names
 

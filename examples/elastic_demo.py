@@ -74,7 +74,7 @@ def run(folder: Path, steps: int, disturbed: bool) -> tuple[dict[int, tuple[floa
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Forks of one process that has imported everything, which saves each its seconds of imports.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["penstock.booster", "transformers.models.gpt2.modeling_gpt2", "corpus"])
+    context.set_forkserver_preload(["penstock.api.booster", "transformers.models.gpt2.modeling_gpt2", "corpus"])
     processes: list[Any] = []
 
     def start() -> None:

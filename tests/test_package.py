@@ -2,34 +2,49 @@
 
 import ast
 import importlib
-import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import penstock
 from tests.support.launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
-# What each room may import of the others, for types too. `random_state.py` and `nested.py` lie below all that import
-# torch. Any other file is an entry point, and may import all of them.
-CORE = {"schedule", "layout", "data", "modeling", "runtime", "random_state", "nested"}
+# What each package may import of the others, for types too, lowest first. `__init__` and `moved` name all of them.
+BASICS = {"nested", "random_state", "tables"}
+CORE = BASICS | {"schedule", "layout", "data", "modeling", "runtime"}
+ON_ENGINE = CORE | {"config", "tensor_parallel", "generation", "sharded_optimizer", "checkpoint", "simulation"}
 BELOW = {
+    "nested": set[str](),
+    "random_state": set[str](),
+    "tables": set[str](),
     "schedule": set[str](),
     "layout": {"schedule"},
-    "data": {"random_state", "nested"},
-    "modeling": {"layout", "random_state", "nested"},
+    "data": BASICS,
+    "modeling": BASICS | {"layout", "data"},
     "runtime": CORE,
     "tensor_parallel": CORE,
     "generation": CORE,
     "sharded_optimizer": CORE,
-    "checkpoint": CORE | {"tensor_parallel", "pipeline_model", "optimizer"},
-    "pictures": CORE | {"pipeline_template"},
-    "checking": CORE | {"pictures", "tensor_parallel", "config", "initialize"},
-    "planning": CORE | {"pictures", "checking", "sharded_optimizer", "pipeline_template"},
-    "elastic": CORE | {"planning", "pipeline_template", "pipeline_model", "optimizer", "plugin_settings"},
+    "config": CORE | {"sharded_optimizer"},
+    "checkpoint": CORE | {"tensor_parallel"},
+    "simulation": CORE,
+    "model": ON_ENGINE,
+    "planning": CORE | {"simulation", "sharded_optimizer"},
+    "elastic": CORE | {"config", "planning"},
+    "integrations": ON_ENGINE | {"model"},
+    "api": ON_ENGINE | {"model", "planning", "elastic", "integrations"},
+    "checking": ON_ENGINE | {"api"},
+    "trainer": ON_ENGINE | {"model", "api"},
+    "cli": ON_ENGINE | {"planning", "api", "checking"},
 }
+# Names for what is elsewhere.
+DOORS = {"", "__main__", "integrations.transformers"}
 # Libraries that need not be installed, and the modules that import one at their top.
 OPTIONAL = {"accelerate", "diffusers", "matplotlib", "peft"}
 NEED_OPTIONAL = {"penstock.integrations.diffusers", "penstock.integrations.peft"}
@@ -41,13 +56,21 @@ def test_every_public_name_is_there() -> None:
         assert name in dir(penstock)
 
 
-def test_initialize_stays_the_function_when_its_module_is_imported() -> None:
-    module = importlib.import_module("penstock.initialize")
-    assert penstock.initialize is module.initialize
+def test_a_module_is_found_under_its_old_name_with_a_warning() -> None:
+    for name, place in (
+        ("penstock.plugin", "penstock.api.plugin"),
+        ("penstock.pictures", "penstock.simulation"),
+        ("penstock.pictures.simulate", "penstock.simulation.simulate"),
+    ):
+        sys.modules.pop(name, None)
+        with pytest.warns(DeprecationWarning, match=f"{name} is {place} since 0.4"):
+            module = importlib.import_module(name)
+        assert module is importlib.import_module(place)
+        assert module.__spec__ is not None and module.__spec__.name == place
 
 
 def test_a_function_that_names_the_package_can_be_sent_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(penstock)) is penstock  # what cloudpickle, and so Ray, does with a global
+    assert type(penstock) is ModuleType  # which cloudpickle, and so Ray, sends by its name
 
 
 def test_schedules_and_the_command_line_start_without_torch() -> None:
@@ -131,11 +154,19 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
 
 
-def test_no_room_imports_one_above_it() -> None:
-    rooms = {(module.split(".")[0], one.module.split(".")[0]) for module, all in imports().items() for one in all}
-    assert {("runtime", "modeling"), ("checkpoint", "optimizer")} <= rooms, "imports are found"
-    above = {(room, other) for room, other in rooms if room in BELOW and other not in BELOW[room] | {room}}
-    assert above == set()
+def test_no_package_imports_one_above_it() -> None:
+    found = {
+        (module.split(".")[0], one.module.split(".")[0])
+        for module, all in imports().items()
+        for one in all
+        if module not in DOORS and one.module and not (one.inside and f"penstock.{one.module}" in NEED_OPTIONAL)
+    }
+    assert {("runtime", "modeling"), ("checkpoint", "data")} <= found, "imports are found"
+    assert {(package, other) for package, other in found if other not in BELOW[package] | {package}} == set()
+    above = set(BELOW)
+    for package, below in BELOW.items():
+        above.remove(package)
+        assert not below & above, f"{package} comes before what it may import"
 
 
 def test_imports_stand_at_the_top_of_a_file() -> None:

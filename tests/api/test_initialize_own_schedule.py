@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from penstock import PipelineTemplate
-from penstock.config import Configuration, ConfigurationError
+from penstock.config.configuration import Configuration, ConfigurationError
 from penstock.layout.pipelines import schedule_maker
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.fit import Recipe, ways

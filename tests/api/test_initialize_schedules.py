@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import penstock
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.pictures.simulate import predicted_steps
 from penstock.schedule import schedule_names
+from penstock.simulation.simulate import predicted_steps
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock import Booster, HeterogeneousParallelPlugin
-from penstock.optimizer import LossScale
+from penstock.runtime.optimizer import LossScale
 from tests.support.families import FAMILIES
 from tests.support.hetero import batch_size, make_plugin, pad, samples
 from tests.support.pool import Pool

@@ -182,7 +182,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     file = tmp_path / "text.txt"
-    file.write_text((ROOT / "src/penstock/plugin.py").read_text() * 2)
+    file.write_text((ROOT / "src/penstock/api/plugin.py").read_text() * 2)
     return str(file)
 
 

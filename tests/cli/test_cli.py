@@ -26,11 +26,12 @@ from typer.testing import CliRunner, Result
 
 import penstock
 from penstock import PipelineTemplate
-from penstock.checking.check import BoundaryReport, BoundaryValue, Report, UnitReport
+from penstock.checking.check import Report, UnitReport
 from penstock.cli import app
 from penstock.cli.models import waiting
-from penstock.config import Configuration
+from penstock.config.configuration import Configuration
 from penstock.layout.announce import compact
+from penstock.modeling.graph.crossing import BoundaryReport, BoundaryValue
 from penstock.schedule import build, schedule_names
 from penstock.schedule.text import format_schedule
 from tests.support.launch import run_python
@@ -585,7 +586,7 @@ def test_what_plan_prints_forms_the_pipelines_that_it_planned(devices: str, monk
     for plan in json.loads(run(*arguments, "--json").output):
         pipelines = plan["pipelines"]
         monkeypatch.setattr(
-            "penstock.plugin.rank_and_world_size", lambda of=pipelines: (0, sum(len(p["devices"]) for p in of))
+            "penstock.api.plugin.rank_and_world_size", lambda of=pipelines: (0, sum(len(p["devices"]) for p in of))
         )
         names = {
             "PipelineTemplate": PipelineTemplate,

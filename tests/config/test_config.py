@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from penstock.config import Configuration, ConfigurationError
+from penstock.config.configuration import Configuration, ConfigurationError
 from penstock.schedule import schedule_names
 
 TUTORIAL_FILE = """// oslo-config.json

@@ -31,7 +31,7 @@ import draw_pictures
 import mkdocs_pages
 import penstock
 from penstock.cli import app
-from penstock.config import Configuration
+from penstock.config.configuration import Configuration
 from penstock.schedule.registry import SCHEDULES, default_stages_per_rank
 from tests.support.launch import ROOT
 from tests.support.local_hub import local_hub

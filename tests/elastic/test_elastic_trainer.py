@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from penstock import Elastic, HeterogeneousParallelPlugin
-from penstock.integrations.transformers import PipelineTrainer
+from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support import elastic_trainer_script
 from tests.support.elastic_runs import Run
 from tests.support.families import FAMILIES

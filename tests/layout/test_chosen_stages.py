@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import GPT2LMHeadModel
 
 import penstock
-from penstock.config import Configuration, ConfigurationError
+from penstock.config.configuration import Configuration, ConfigurationError
 from penstock.layout.chosen import chosen_stages, split_stages
 from tests.support.families import FAMILIES, batch
 from tests.support.own_models import OWN_MODELS

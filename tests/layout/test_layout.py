@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.weights.names import unit_of
-from penstock.pictures.describe import segments
 from penstock.runtime.gradients.ownership import find_holders
+from penstock.simulation.describe import segments
 
 UNITS = [f"u.{index}" for index in range(6)]
 

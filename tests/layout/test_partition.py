@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pictures.simulate import Costs
 from penstock.planning import partition, split_microbatches
 from penstock.schedule import build, simulate
+from penstock.simulation.simulate import Costs
 
 COST = st.integers(0, 9)
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from penstock.layout.template import end_modules
-from penstock.pipeline_template import PipelineTemplate
+from penstock.modeling.pipeline_template import PipelineTemplate
 
 NAME = "GPT2LMHeadModel"
 FIRST = ["transformer.wte", "transformer.wpe", "transformer.drop"]

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, CohereConfig
 
 import penstock
-from penstock.config import Configuration, ConfigurationError
+from penstock.config.configuration import Configuration, ConfigurationError
 from penstock.modeling.graph.chunked_loss import ChunkedLogits, ChunkedLossError
 from penstock.planning.unit_cost import LiveBytes
 from tests.support.families import FAMILIES, batch

@@ -23,16 +23,16 @@ import penstock
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.elastic.world import leave_world
-from penstock.integrations import packed_layers
-from penstock.integrations.packed_layers import mark_packed, tensors_inside
-from penstock.integrations.transformers import PipelineTrainer
+from penstock.modeling import packed_layers
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.instrumentation import tensors_of
+from penstock.modeling.packed_layers import mark_packed, tensors_inside
 from penstock.modeling.weights.load import load_stage
 from penstock.planning.memory import Held
 from penstock.planning.profiling import profile_model
+from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.families import batch
 from tests.support.pool import Pool
 from tests.support.quantised import (

@@ -23,9 +23,9 @@ import penstock
 from penstock.elastic.moving import _Transfers, from_live_ranks
 from penstock.elastic.world import form_world
 from penstock.layout.layout import Layout
+from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.pipeline_model import attach
 from penstock.runtime.comm.forming import forming
 from penstock.runtime.failures import ring
 from penstock.runtime.formation import parallelize

@@ -11,8 +11,8 @@ from penstock.cli import app
 from penstock.layout.announce import compact
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.names import stage_sizes
-from penstock.pictures.describe import LayoutDescription, describe_pipelines
 from penstock.schedule import build
+from penstock.simulation.describe import LayoutDescription, describe_pipelines
 from tests.support.families import FAMILIES
 from tests.support.hetero import make_plugin
 from tests.support.pool import Pool

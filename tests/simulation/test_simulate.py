@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.pictures.timeline import TimedEvent, bubble_fractions, with_waits
 from penstock.planning import Reduction, simulate_layout
 from penstock.schedule import (
     Action,
@@ -25,6 +24,7 @@ from penstock.schedule import (
     schedule_names,
     simulate,
 )
+from penstock.simulation.timeline import TimedEvent, bubble_fractions, with_waits
 
 
 def recursive_ends(schedule: Schedule, costs: Costs) -> dict[Action, float]:

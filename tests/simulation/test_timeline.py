@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.pictures.timeline import LOOKS
 from penstock.schedule import Costs, EventKind, TimedEvent, build, chrome_trace, gantt_svg, simulate, write_timeline
+from penstock.simulation.timeline import LOOKS
 
 SVG = "{http://www.w3.org/2000/svg}"
 

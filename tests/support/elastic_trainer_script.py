@@ -21,8 +21,8 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from penstock import Elastic, HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.integrations.transformers import PipelineTrainer
 from penstock.runtime.failures import ring
+from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.elastic_script import ACTIONS, GLOBAL_BATCH, MICROBATCH, Noting, Samples
 from tests.support.families import FAMILIES
 from tests.support.training import kept_in_double

@@ -7,11 +7,11 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 
-from penstock.pictures.simulate import simulate
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.plan import costs_of, schedule_of
 from penstock.planning.profile import Profile, UnitCost, held_by_stages
+from penstock.simulation.simulate import simulate
 
 Counts = tuple[int, ...]
 

@@ -28,7 +28,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.kernels import chunked_logprob
 
-from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
+from penstock.trainer.pipeline_trainer import PipelineTrainer, PipelineTrainerMixin
 from tests.support.families import FAMILIES, VOCABULARY
 from tests.support.training import kept_in_double
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from penstock.integrations.transformers import PipelineTrainer
+from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.families import FAMILIES, VOCABULARY
 from tests.support.pool import Pool
 from tests.support.trainer_runs import defaults

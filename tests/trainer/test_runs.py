@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import GPT2Config, Trainer, TrainingArguments
 
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
-from penstock.integrations.transformers import PipelineTrainer
+from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.families import FAMILIES
 from tests.support.launch import ROOT, run_python, torchrun
 from tests.support.local_hub import local_hub
@@ -262,7 +262,7 @@ def test_a_step_that_is_skipped_with_a_plugin_leaves_the_learning_rate(pool: Poo
 # What the user of a peer's script changes: the import, and one argument.
 CHANGES = {
     "    Trainer,\n": "",
-    "from transformers.trainer_utils": "from penstock.integrations.transformers import PipelineTrainer as Trainer\n"
+    "from transformers.trainer_utils": "from penstock.trainer.pipeline_trainer import PipelineTrainer as Trainer\n"
     "from transformers.trainer_utils",
     "        model=model,\n": '        model=model,\n        parallelism={"pipeline_parallel_size": 2},\n',
 }

@@ -27,8 +27,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.optimization import AdafactorSchedule
 
 import penstock
-from penstock.integrations.plugin_training import NOT_CALLED
-from penstock.integrations.transformers import PipelineTrainer, PipelineTrainerMixin
+from penstock.trainer.pipeline_trainer import PipelineTrainer, PipelineTrainerMixin
+from penstock.trainer.plugin_training import NOT_CALLED
 from tests.support.families import FAMILIES
 from tests.support.launch import run_python
 from tests.support.own_models import MappedRegression
@@ -688,7 +688,7 @@ def test_a_prepared_scheduler_steps_once_for_each_pipeline(pool: Pool) -> None:
 
 
 def test_without_accelerate_the_error_says_what_to_install(tmp_path: Path) -> None:
-    script = "import sys\nsys.modules['accelerate'] = None\nimport penstock.integrations.transformers"
+    script = "import sys\nsys.modules['accelerate'] = None\nimport penstock.trainer.pipeline_trainer"
     ran = run_python("-c", script)
     assert ran.returncode == 1 and "ImportError: " in ran.stderr
     assert 'needs accelerate, as transformers\' Trainer does: pip install "penstock[trainer]"' in ran.stderr

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from penstock.data.packed import cut_packed, is_packed
-from penstock.integrations.trl import token_sums
+from penstock.trainer.trl.sft import token_sums
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.trainer_runs import differences, fine_tune, train_all
@@ -66,7 +66,7 @@ def test_a_mixture_of_experts_is_weighed_as_trl_weighs_it(pool: Pool, tmp_path: 
 
 
 def test_the_entropy_and_the_right_tokens_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.integrations.trl.PART", 200)  # 4 tokens
+    monkeypatch.setattr("penstock.trainer.trl.sft.PART", 200)  # 4 tokens
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 7, 50, generator=generator)
     logits[..., 5] = -torch.inf

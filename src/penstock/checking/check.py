@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable
@@ -17,14 +16,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from penstock.layout.announce import compact
 from penstock.modeling.graph.costs import counted_samples, unit_costs
-from penstock.modeling.graph.dataflow import Value
+from penstock.modeling.graph.crossing import BoundaryReport, boundary_before
 from penstock.modeling.graph.dummy_inputs import InputsError, InputsNeeded
-from penstock.modeling.graph.plan import make_plan
-from penstock.modeling.graph.trace import Trace
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 from penstock.modeling.weights.names import alias_groups, names_in_units, unit_with
-from penstock.pictures.tables import WIDTH, wrapped
+from penstock.tables import WIDTH, wrapped
 
 NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"
 
@@ -35,36 +32,6 @@ class UnitReport:
     kind: str  # its class
     parameters: int  # elements; a tied one counts at each holder
     cost: float  # 1.0 on average
-
-
-@dataclass(frozen=True)
-class BoundaryValue:
-    """One value that crosses a boundary, for the shown inputs."""
-
-    origin: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def data(self) -> dict[str, Any]:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {"value": self.origin, "dtype": dtype, "shape": list(self.shape), "bytes": self.num_bytes}
-
-    def __str__(self) -> str:
-        return f"{self.origin} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class BoundaryReport:
-    before: str  # the unit before the boundary
-    crossing: tuple[BoundaryValue, ...]
-    reason: str = ""  # why no stage can end here
-
-    def in_words(self) -> str:
-        return f"no boundary: {self.reason}" if self.reason else "; ".join(map(str, self.crossing)) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -204,28 +171,6 @@ def check(
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
     )
-
-
-def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryReport:
-    """What crosses the boundary before the unit `index`."""
-    stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
-    try:
-        plan = make_plan(found, stage_of, 2)
-    except NotImplementedError as error:
-        return BoundaryReport(units[index - 1], (), str(error))
-    collected = {
-        Value(call.unit, call.index, leaf): f" {key}"
-        for call in found.calls
-        for key, leaf in call.output.captured
-        if leaf is not None and leaf >= call.output.spec.num_leaves
-    }
-    crossing = []
-    for value in plan.boundaries[0]:
-        origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
-        origin += collected.get(value, f" output {value.leaf}" if value.leaf else "")
-        shape = found.shapes[value]
-        crossing.append(BoundaryValue(origin, shape.shape, shape.dtype))
-    return BoundaryReport(units[index - 1], tuple(crossing))
 
 
 def build_on_meta(subject: type | PretrainedConfig | str, trust_remote_code: bool = False) -> nn.Module:

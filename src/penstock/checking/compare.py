@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.api.initialize import initialize
 from penstock.checking.copies import copied
 from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, near, reason_of_difference, taken
-from penstock.config import Configuration
-from penstock.initialize import initialize
+from penstock.config.configuration import Configuration
 from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.stage.named_output import NamedOutput

@@ -21,15 +21,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from penstock.api.initialize import ConfigLike
 from penstock.checking.batches import build, made_batch
 from penstock.checking.compare import ACCUMULATED, DIFFERS, EXACT, FAILED, NOT_TRIED, REFUSED, Comparison, Row
 from penstock.checking.double import in_double, kept_in_double, without_noise
-from penstock.config import Configuration
-from penstock.initialize import ConfigLike
+from penstock.config.configuration import Configuration
 from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion
-from penstock.pictures.tables import wrapped
 from penstock.random_state import seeded
+from penstock.tables import wrapped
 
 # From good to bad: of what ranks say of one thing, the worst is what came out.
 _RESULTS = (EXACT, ACCUMULATED, NOT_TRIED, REFUSED, DIFFERS, FAILED)

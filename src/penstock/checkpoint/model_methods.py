@@ -48,9 +48,9 @@ from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
 from penstock.modeling.weights.whole import shards_of
-from penstock.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
+from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 
 Select = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 Write = Callable[[str, Mapping[str, torch.Tensor]], None]

@@ -33,10 +33,9 @@ from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.names import of_diffusers
-from penstock.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.engine import Engine
 from penstock.runtime.recovery import NoRecovery, Recovery
+from penstock.runtime.reforming import engine_of
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +266,7 @@ class Participants:
     def __init__(self, model: Any) -> None:
         if not isinstance(model, PreTrainedModel) and not of_diffusers(type(model)):
             raise TypeError(f"model must be one of transformers or of diffusers, got {type(model).__name__}")
-        self.engine: Engine | None = model.pipeline if isinstance(model, PipelineModel) else None
+        self.engine = engine_of(model)
         if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "the model is not parallelised, but there are several processes: give the model that "

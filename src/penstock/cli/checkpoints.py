@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.checkpoint.untrusted import CheckpointError
-from penstock.pictures.tables import wrapped
+from penstock.tables import wrapped
 
 _SHOWN = 12
 

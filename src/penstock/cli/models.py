@@ -20,7 +20,7 @@ from urllib.request import getproxies
 import typer
 from rich.console import Console
 
-from penstock.pictures.tables import wrapped
+from penstock.tables import wrapped
 
 Model = Annotated[
     str,
@@ -156,9 +156,9 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
     if inputs is not None:
         from torch import nn
 
+        from penstock.api.form import remember_example_inputs
         from penstock.checking.check import build_on_meta
         from penstock.checking.reasons import taken
-        from penstock.form import remember_example_inputs
 
         given: Any = named(inputs)
         given = given() if callable(given) else given

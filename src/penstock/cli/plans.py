@@ -68,7 +68,7 @@ def describe(
     with waiting("following the model"):
         from penstock.checking.check import build_on_meta
         from penstock.layout.pipelines import parse_pipelines
-        from penstock.pictures.describe import describe_pipelines
+        from penstock.simulation.describe import describe_pipelines
 
         found = subject_of(model)
         whole = build_on_meta(found) if isinstance(found, str | type) else found
@@ -101,11 +101,11 @@ def profile(
 
     import torch
 
-    from penstock.pictures.tables import wrapped
     from penstock.planning.memory import readable
     from penstock.planning.profiling import measure_links, profile_model
     from penstock.runtime.comm.bootstrap import ensure_process_group, find_place
     from penstock.runtime.comm.devices import local_device
+    from penstock.tables import wrapped
 
     inside = between = None
     rank = 0
@@ -174,13 +174,13 @@ def plan(
     Example: penstock plan GPT2LMHeadModel --devices 5 --memory 8GB --global-batch-size 64
     """
     with waiting("planning"):
-        from penstock.pictures.timeline import write_timeline
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
         from penstock.planning.plan import Job
         from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
         from penstock.planning.profiling import profile_model
         from penstock.planning.report import plan_data, plans_table
+        from penstock.simulation.timeline import write_timeline
 
         classes = parse_devices(devices, memory, speed)
         if checkpointing not in CHECKPOINTING:
@@ -260,8 +260,8 @@ def _model(
     from torch import nn
 
     from penstock.checking.check import build_on_meta
-    from penstock.integrations.packed_layers import adapt, pack
     from penstock.modeling.instrumentation import known_of
+    from penstock.modeling.packed_layers import adapt, pack
     from penstock.nested import named_tensors
 
     if rank is None and quantization is not None:
@@ -348,7 +348,7 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
     """What `fit` tries, by how little it changes training. Without `bfloat16` a frozen base is in float16."""
     import torch
 
-    from penstock.integrations.packed_layers import adapt, pack
+    from penstock.modeling.packed_layers import adapt, pack
     from penstock.planning.fit import Recipe
 
     whole, half = torch.float32, torch.bfloat16 if bfloat16 else torch.float16

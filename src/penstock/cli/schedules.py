@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from penstock.pictures.simulate import Costs, divide_over_stages, lower_bound
-from penstock.pictures.simulate import simulate as simulate_schedule
-from penstock.pictures.tables import wrapped
-from penstock.pictures.timeline import write_timeline
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import SCHEDULES, schedule_names
 from penstock.schedule.text import load_schedule, resolve_schedule
+from penstock.simulation.simulate import Costs, divide_over_stages, lower_bound
+from penstock.simulation.simulate import simulate as simulate_schedule
+from penstock.simulation.timeline import write_timeline
+from penstock.tables import wrapped
 
 _NAMES = ", ".join(f"{name} ({row.summary})" for name, row in SCHEDULES.items())
 SCHEDULE = f"{_NAMES}, or a .csv file in torch's text form (0F0,0F1,0B0,...)"

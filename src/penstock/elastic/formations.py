@@ -10,18 +10,18 @@ from functools import cached_property, partial
 
 from transformers import PreTrainedModel
 
+from penstock.config.plugin_settings import PluginSettings
 from penstock.elastic.membership import MemberRecord, Membership
 from penstock.elastic.protocol import Decision, MemberReport, View, successor
 from penstock.elastic.reshape import Shape, best_shapes, choose, shape_of
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Schedules, num_stages_on, schedule_maker
 from penstock.modeling.graph.costs import unit_costs
+from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.modeling.weights.names import alias_groups
-from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model
-from penstock.plugin_settings import PluginSettings
 from penstock.runtime.comm.devices import device_memory
 
 # Beside the weights, numbers of each parameter that an optimizer keeps: Adam's two.

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.config.elastic import Elastic
 from penstock.elastic.formations import Formations
 from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse, tell
 from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
-from penstock.elastic.settings import Elastic
 from penstock.elastic.world import form_world
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.keys import in_one_line

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-import re
 import secrets
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from urllib.parse import quote
 
 import torch.distributed as dist
 
+from penstock.config.elastic import parse_address
 from penstock.runtime.failures.keys import Keys, in_one_line, in_thread
 
 # How long an answer of the store may take.
@@ -112,15 +112,6 @@ class FolderMeeting:
 
 
 Meeting = TcpMeeting | FolderMeeting
-
-
-def parse_address(address: str) -> tuple[str, int] | Path:
-    """Host and port of `tcp://host:port`, or the folder of `file:///folder`. Raises ValueError for anything else."""
-    if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d+)/?", address):
-        return match[1].strip("[]"), int(match[2])
-    if match := re.fullmatch(r"file://(/.+)", address):
-        return Path(match[1])
-    raise ValueError(f"store must be tcp://host:port or file:///folder, got {address!r}")
 
 
 def meet(address: str, run: str) -> Meeting:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.elastic.settings import Elastic
+from penstock.config.elastic import Elastic
 from penstock.layout.partition import partition
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.planner import Infeasible

@@ -1,1 +1,1 @@
-"""Penstock inside other libraries' loops. Each module needs the library it is named after."""
+"""Models of other libraries over pipeline stages. Each module needs the library it is named after."""

@@ -14,9 +14,9 @@ from diffusers.models.model_loading_utils import load_state_dict
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
 
+from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.weights.load import StageLoadingInfo, finish_stage, refuse_arguments
 from penstock.modeling.weights.names import held_names
-from penstock.pipeline_model import PipelineModel
 
 # Spread a model over devices in another way, or read all of it.
 _REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")

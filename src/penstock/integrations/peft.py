@@ -21,10 +21,10 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedModel
 
+from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
-from penstock.pipeline_model import PipelineModel
 from penstock.runtime.reforming import renewing
 
 T = TypeVar("T")

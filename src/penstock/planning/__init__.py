@@ -2,8 +2,8 @@
 
 from penstock.layout.layout import Layout, PipelineLayout
 from penstock.layout.partition import Partition, partition
-from penstock.pictures.simulate import LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.sharing import split_microbatches
+from penstock.simulation.simulate import LayoutSimulation, Reduction, simulate_layout
 
 __all__ = [
     "Layout",

@@ -7,7 +7,7 @@ import os
 
 from transformers import PreTrainedModel
 
-from penstock.pipeline_template import PipelineTemplate
+from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from penstock.layout.partition import partition, split_into
-from penstock.pictures.simulate import Costs, gradients_ready, simulate
 from penstock.planning.cluster import Link
 from penstock.planning.memory import Held, memory_of_ranks
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
@@ -16,6 +15,7 @@ from penstock.planning.search import Chain, Split, Template, find_splits, layout
 from penstock.planning.sharing import split_microbatches
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import DEEP, default_stages_per_rank, live_microbatches
+from penstock.simulation.simulate import Costs, gradients_ready, simulate
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2

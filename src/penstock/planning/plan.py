@@ -9,13 +9,13 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
-from penstock.pictures.simulate import Costs, LayoutSimulation, Reduction, simulate_layout
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import PLAIN, build, planned_schedules
 from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
+from penstock.simulation.simulate import Costs, LayoutSimulation, Reduction, simulate_layout
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock.checking.check import BoundaryReport, boundary_before
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
+from penstock.modeling.graph.crossing import BoundaryReport, boundary_before
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dtype_of, dummy_inputs
 from penstock.modeling.graph.plan import refusal

@@ -15,10 +15,10 @@ import torch
 from rich.table import Column, Table
 
 from penstock.layout.announce import compact
-from penstock.pictures.tables import WIDTH, as_text
 from penstock.planning.fit import Way, best, nearest
 from penstock.planning.memory import readable, unit_of
 from penstock.planning.plan import Plan
+from penstock.tables import WIDTH, as_text
 
 
 def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] = ()) -> str:

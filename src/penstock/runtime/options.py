@@ -28,7 +28,7 @@ class OwnerChoice(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The same on all ranks; see `penstock.config.Configuration` for those that have its names.
+    """The same on all ranks; see `penstock.config.configuration.Configuration` for those that have its names.
 
     Attributes:
         num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.layout.layout import Layout
-from penstock.modeling.instrumentation import original_class, record_of
+from penstock.modeling.adapters import base_of
+from penstock.modeling.instrumentation import known_of, original_class, record_of
 from penstock.modeling.stage.split import SplitModel, refuse_moved
 from penstock.runtime.comm.forming import forming, job_board
 from penstock.runtime.comm.rollcall import Call
@@ -86,6 +87,17 @@ def _fill(engine: Engine, values: Values, migration: Migration) -> None:
     # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had, even
     # if this re-formation fails yet.
     migration.take_stock(engine)
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that runs a model; None if it is not parallelised. All ranks together form the engine of a copy, when
+    it is first asked for."""
+    base = base_of(model)
+    record = known_of(base)
+    if record.engine is None and record.copied_from is not None:
+        record.engine = for_copy(record.copied_from, base)
+    engine: Engine | None = record.engine
+    return engine
 
 
 def for_copy(engine: Engine, model: nn.Module) -> Engine:

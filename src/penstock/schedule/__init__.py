@@ -1,6 +1,6 @@
 """What runs when: schedules as data, their generation, order of messages, validation, text form. Pure Python.
 
-Simulation and drawing are in `penstock.pictures`; their names are found here too, when they are first used.
+Simulation and drawing are in `penstock.simulation`; their names are found here too, when they are first used.
 """
 
 import importlib
@@ -21,8 +21,8 @@ _PUBLIC = {
     ),
     "penstock.schedule.text": ("format_schedule", "load_schedule", "parse_schedule", "resolve_schedule"),
     "penstock.schedule.validation": ("validate",),
-    "penstock.pictures.simulate": ("Costs", "Simulation", "divide_over_stages", "lower_bound", "simulate"),
-    "penstock.pictures.timeline": ("EventKind", "TimedEvent", "chrome_trace", "gantt_svg", "write_timeline"),
+    "penstock.simulation.simulate": ("Costs", "Simulation", "divide_over_stages", "lower_bound", "simulate"),
+    "penstock.simulation.timeline": ("EventKind", "TimedEvent", "chrome_trace", "gantt_svg", "write_timeline"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted(_HOMES)

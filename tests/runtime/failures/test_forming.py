@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from penstock import form
+from penstock.api import form
 from tests.support.ended import LIMIT, kill_self, run_ranks
 from tests.support.families import FAMILIES, batch
 from tests.support.hetero import make_plugin
@@ -74,13 +74,13 @@ def fail_to_estimate(face: str) -> None:
     plugin = make_plugin(model, "2x2")
     failing = mock.Mock(side_effect=MemoryError("no memory is left"))
     with mock.patch.object(form, "unit_costs", failing if os.environ["RANK"] == "0" else form.unit_costs):
-        if face == "penstock.plugin":
+        if face == "penstock.api.plugin":
             plugin.configure(model)
         else:
             parallelize(model, 2)
 
 
-@pytest.mark.parametrize("face", ["penstock.initialize", "penstock.plugin"])
+@pytest.mark.parametrize("face", ["penstock.api.initialize", "penstock.api.plugin"])
 def test_an_error_in_the_estimate_of_rank_0_is_one_on_every_rank(pool: Pool, face: str) -> None:
     first, second = pool.run(2, fail_to_estimate, face, outcomes=True, timeout=30)
     assert isinstance(first, MemoryError) and str(first) == "no memory is left"

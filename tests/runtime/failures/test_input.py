@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.config import ConfigurationError
+from penstock.config.configuration import ConfigurationError
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import gradients_of, kept_in_double, parallelize, run_step

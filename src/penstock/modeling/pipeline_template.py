@@ -10,7 +10,6 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.partition import partition, split_into
 from penstock.layout.pipelines import num_stages_on
 from penstock.layout.template import StageTemplate, end_modules
@@ -18,6 +17,7 @@ from penstock.modeling.adapters import base_of
 from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import bare_modules, list_units
+from penstock.modeling.packed_layers import mark_packed
 
 # How transformers names its model classes.
 MODEL_CLASS = re.compile(r"(.*\.)?[A-Z]\w*(Model|For[A-Z]\w*)$")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from penstock.pictures.timeline import EventKind, TimedEvent, with_waits, write_timeline
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import Engine
+from penstock.simulation.timeline import EventKind, TimedEvent, with_waits, write_timeline
 
 # Waits shorter than this are the cost of the check, not waiting.
 SHORTEST_WAIT = 20e-6

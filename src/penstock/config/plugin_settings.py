@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.config import check_value
-from penstock.elastic.settings import ELASTIC_TIMEOUT, Elastic, check_elastic
+from penstock.config.configuration import check_value
+from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.options import EngineOptions

@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 from transformers import ProgressCallback, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
-from penstock.booster import Booster
+from penstock.api.booster import Booster
+from penstock.api.plugin import HeterogeneousParallelPlugin
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import Batches, HeterogeneousDataLoader
-from penstock.integrations.accelerator import PipelineAccelerator
-from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import PipelineModel
-from penstock.plugin import HeterogeneousParallelPlugin
+from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.optimizer import PipelineOptimizer
+from penstock.trainer.accelerator import PipelineAccelerator
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
 REFUSED_IF_SET = {

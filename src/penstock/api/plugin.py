@@ -17,34 +17,34 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from penstock.api.form import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
+from penstock.config.elastic import Elastic
+from penstock.config.plugin_settings import PluginSettings
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.formations import Formations
 from penstock.elastic.generations import Generations
 from penstock.elastic.moving import SharedStates
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
-from penstock.elastic.settings import Elastic
-from penstock.form import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
-from penstock.integrations.packed_layers import mark_packed
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, PlacedPipelines, Schedules, check_templates, place_pipelines
+from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.packed_layers import mark_packed
+from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.modeling.weights.whole import packed_weights
-from penstock.optimizer import LossScale, PipelineOptimizer
-from penstock.pictures.describe import LayoutDescription, describe_layout
-from penstock.pipeline_model import PipelineModel
-from penstock.pipeline_template import PipelineTemplate
 from penstock.planning.auto import auto_pipelines
-from penstock.plugin_settings import PluginSettings
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import digest_of, facts_of, forming
 from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO
 from penstock.schedule.text import summary
+from penstock.simulation.describe import LayoutDescription, describe_layout
 
 logger = logging.getLogger("penstock")
 
@@ -69,16 +69,16 @@ class HeterogeneousParallelPlugin:
             .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on each rank, so that a template of four
             stages takes two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
-            scale, see `penstock.optimizer.LossScale`.
+            scale, see `penstock.runtime.optimizer.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
         timeout: seconds that a transfer between ranks may take; None for that of torch's default process group.
         elastic: training survives the loss of processes and takes in new ones; see docs/elastic.md. Do not call
             `set_pipelines` then: the pipelines are chosen for the processes that are there.
         global_batch_size: with `elastic`, the samples in a step, over all pipelines: a multiple of `microbatch_size`.
-        batch_dim: for inputs whose samples are not along the first dimension; see `penstock.config.Configuration`.
+        batch_dim: for inputs whose samples are not along the first dimension; see `penstock.Configuration`.
         loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
         sharded_optimizer: the holders of a parameter divide the optimizer's state, also over unlike pipelines; see
-            docs/memory.md and `penstock.config.Configuration`.
+            docs/memory.md and `penstock.config.configuration.Configuration`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.

@@ -18,12 +18,12 @@ from penstock.layout.announce import compact, ranks_of
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import schedule_maker
 from penstock.modeling.graph.costs import counted_samples, unit_costs
+from penstock.modeling.pipeline_template import balanced_templates
 from penstock.modeling.weights.names import stage_sizes
-from penstock.pictures.simulate import Costs, LayoutSimulation, simulate_layout
-from penstock.pictures.tables import as_text
-from penstock.pictures.timeline import FAINT, gantt_svg, svg_head, svg_text
-from penstock.pipeline_template import balanced_templates
 from penstock.schedule.actions import Schedule
+from penstock.simulation.simulate import Costs, LayoutSimulation, simulate_layout
+from penstock.simulation.timeline import FAINT, gantt_svg, svg_head, svg_text
+from penstock.tables import as_text
 
 # Colours of the pipelines, in turn; pale enough for dark letters.
 COLOURS = ("#bbd7ee", "#c5e3cf", "#fbe3a8", "#dccbe8", "#f6cdb8", "#cfd8dc")

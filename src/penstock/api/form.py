@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from penstock.config import Configuration
-from penstock.integrations.packed_layers import mark_packed
-from penstock.integrations.whole_inputs import inputs_without_samples
+from penstock.config.configuration import Configuration
 from penstock.layout.announce import Announcement, announce
 from penstock.layout.layout import Layout
+from penstock.model.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
+from penstock.modeling.graph.whole_inputs import inputs_without_samples
 from penstock.modeling.instrumentation import known_of, record_of
+from penstock.modeling.packed_layers import mark_packed
 from penstock.nested import is_record, walkable
-from penstock.pipeline_model import USED_NAMES, PipelineModel, attach
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from penstock.elastic.meeting import parse_address
-from penstock.pipeline_template import PipelineTemplate
+from penstock.modeling.pipeline_template import PipelineTemplate
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
 # still is noticed by its heartbeat.
@@ -83,3 +84,12 @@ def check_elastic(elastic: Any, global_batch_size: Any, microbatch_size: int) ->
         raise ValueError(
             f"global_batch_size must be a multiple of microbatch_size ({microbatch_size}), got {global_batch_size}"
         )
+
+
+def parse_address(address: str) -> tuple[str, int] | Path:
+    """Host and port of `tcp://host:port`, or the folder of `file:///folder`. Raises ValueError for anything else."""
+    if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d+)/?", address):
+        return match[1].strip("[]"), int(match[2])
+    if match := re.fullmatch(r"file://(/.+)", address):
+        return Path(match[1])
+    raise ValueError(f"store must be tcp://host:port or file:///folder, got {address!r}")

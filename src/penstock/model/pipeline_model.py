@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 
 from penstock.checkpoint import model_methods
 from penstock.checkpoint.model_state import warn_of_unsaved
-from penstock.config import Configuration
+from penstock.config.configuration import Configuration
 from penstock.data.loader import ReplicaDataLoader
 from penstock.generation.generate import evaluate_with_cache, generate
-from penstock.integrations.num_parameters import num_parameters_of_whole
+from penstock.model.num_parameters import num_parameters_of_whole
 from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
@@ -29,11 +29,11 @@ from penstock.modeling.instrumentation import known_of, mix_in, original_class, 
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.stage.named_output import NamedOutput
 from penstock.modeling.weights.names import of_diffusers
-from penstock.pictures.recorder import Timeline
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics
-from penstock.runtime.reforming import copy_of, for_copy
+from penstock.runtime.reforming import copy_of, engine_of
+from penstock.simulation.recorder import Timeline
 
 if TYPE_CHECKING:
 
@@ -63,11 +63,8 @@ class PipelineModel(_Module):
     @property
     def pipeline(self) -> Engine:
         """The engine that runs the model. A copy's engine is formed by all ranks together when it is first used."""
-        base = base_of(self)
-        record = record_of(base)
-        if record.engine is None:
-            record.engine = for_copy(record.copied_from, base)
-        engine: Engine = record.engine
+        engine = engine_of(self)
+        assert engine is not None, "a PipelineModel has an engine, or is a copy of one that has"
         return engine
 
     @property
@@ -355,7 +352,7 @@ def _refuse_replication(name: str) -> str:
         f"DistributedDataParallel of a parallelised {name}, as accelerator.prepare() and a plain Trainer make it: "
         "each rank has other stages, which reduce their own gradients. Leave the model out of accelerator.prepare(). "
         "Instead of Trainer(...) write PipelineTrainer(...), for TRL's SFTTrainer `class PipelineSFTTrainer("
-        "PipelineTrainerMixin, SFTTrainer)`, both from penstock.integrations.transformers"
+        "PipelineTrainerMixin, SFTTrainer)`, both from penstock.trainer.pipeline_trainer"
     )
 
 

@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.config import SECTION, Configuration, ConfigurationError
-from penstock.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
+from penstock.api.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
+from penstock.config.configuration import SECTION, Configuration, ConfigurationError
 from penstock.layout.chosen import chosen_stages, split_stages
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
+from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
 from penstock.modeling.weights.names import alias_groups
-from penstock.pictures.simulate import predicted_steps
-from penstock.pipeline_model import PipelineModel
 from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.forming import forming
@@ -32,6 +31,7 @@ from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, settle
 from penstock.schedule.text import own_or_named, told, written_schedule
 from penstock.sharded_optimizer.updates import dividing
+from penstock.simulation.simulate import predicted_steps
 from penstock.tensor_parallel.apply import TensorParallel
 
 ConfigLike = Configuration | Mapping[str, Any] | str | os.PathLike[str]
@@ -54,7 +54,7 @@ def initialize(
     Args:
         model: a whole model of transformers, a PeftModel of one, or any other `nn.Module`, on any device; it is moved
             to this rank's.
-        config: see `penstock.config.Configuration`, or the path of a JSON file.
+        config: see `penstock.config.configuration.Configuration`, or the path of a JSON file.
         keys: keys of the configuration, instead of `config` or besides: `pipeline_parallel_size=2`, `stages=...`.
         criterion: `criterion(outputs, inputs)` returns the mean loss of a microbatch, from the model's outputs and the
             keyword arguments of the call, some of which may be for the criterion only. If it has an attribute

@@ -16,8 +16,8 @@ from accelerate.utils import find_batch_size, recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
-from penstock.optimizer import PipelineOptimizer
 from penstock.runtime.engine import Engine
+from penstock.runtime.optimizer import PipelineOptimizer
 
 
 class OwnShares(IterableDataset[Any]):

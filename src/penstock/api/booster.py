@@ -13,20 +13,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.api.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.checkpoint import model_methods
 from penstock.checkpoint.load import is_parallelized
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.run import Change, ElasticRun
+from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.stage.named_output import NamedOutput, without_graph
 from penstock.modeling.stage.outputs import merge_outputs
-from penstock.optimizer import PipelineOptimizer
-from penstock.pipeline_model import PipelineModel, loss_tensor
-from penstock.plugin import Configured, HeterogeneousParallelPlugin
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate_together, shapes_of_one_more
+from penstock.runtime.optimizer import PipelineOptimizer
 
 PathLike = str | os.PathLike[str]
 

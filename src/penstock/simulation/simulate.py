@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
-from penstock.pictures.timeline import EventKind, TimedEvent
 from penstock.schedule.actions import Kind, Schedule
 from penstock.schedule.registry import build, default_stages_per_rank
 from penstock.schedule.validation import validate
+from penstock.simulation.timeline import EventKind, TimedEvent
 
 Number = float | Sequence[float]
 

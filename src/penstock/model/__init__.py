@@ -1,0 +1,1 @@
+"""The parallelised model that a user holds."""

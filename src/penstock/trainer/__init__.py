@@ -1,0 +1,1 @@
+"""transformers' Trainer, and those of TRL, over pipeline stages."""

@@ -1,0 +1,1 @@
+"""What each trainer of TRL needs beside transformers' Trainer."""
