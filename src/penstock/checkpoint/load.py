@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.whole import (
+    sharding_in,
     shards_of,
     take_shards,
-    tensor_parallel_of,
     tensor_parallel_place,
     whole_shape,
     whole_state,
@@ -225,7 +225,7 @@ def _of_stages(
     if model.can_generate():
         given["generation_config"] = model.generation_config
     with restored([torch.default_generator]):  # what the folder lacks is drawn at random
-        fresh, info = load_stage(model_class, directory, stages, local_stages, tensor_parallel_of(model), **given)
+        fresh, info = load_stage(model_class, directory, stages, local_stages, sharding_in(model), **given)
     lacking = set(info.missing_keys)
     for group in tied_groups(model):
         lacking.update(group if lacking & set(group) else ())

@@ -8,7 +8,7 @@ from operator import attrgetter
 
 import torch
 
-from penstock.modeling.weights.whole import Sharding
+from penstock.modeling.sharding import Sharding
 
 from .files import open_tensors
 from .manifest import SEPARATOR, Manifest

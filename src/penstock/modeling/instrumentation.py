@@ -10,13 +10,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from penstock.modeling.sharding import WeightSharding
+
 _ATTRIBUTE = "_penstock"
+
+
+class QuantisedLayer(Protocol):
+    """Marks a layer whose weights a library keeps packed; `quantisation/` makes it."""
+
+    @property
+    def num_weights(self) -> int:
+        """Of the layer as it was before it was packed."""
+
+    def stand_in(self, layer: nn.Module) -> nn.Module:
+        """What takes the layer's place in a copy on the meta device."""
+
+    def inside(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """The plain tensors that one of its parameters consists of."""
+
+    def release(self, value: nn.Module | torch.Tensor) -> None:
+        """Let go of the tensors of the layer, or of one of its weights."""
 
 
 @dataclass
@@ -25,14 +44,14 @@ class Record:
 
     intercepted: Intercepted | None = None
     absent: dict[str, Absent] | None = None  # what the module lacks as a ghost, by name; None if it is no ghost
-    packed: Any = None
-    region: Any = None
+    packed: QuantisedLayer | None = None
+    region: object = None  # through which a tensor-parallel layer exchanges
     # Of which arguments a tensor-parallel attention takes its own heads, with the dimension of the heads.
     by_heads: dict[str, int] = field(default_factory=dict)
     # The others are a whole model's. The names of each of its parameters before it was split:
     aliases: list[tuple[str, ...]] = field(default_factory=list)
-    tensor_parallel: Any = None
-    shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `TensorParallel.apply` takes them
+    tensor_parallel: WeightSharding | None = None
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `WeightSharding.apply` takes them
     engine: Any = None
     # What a call of the model means for now, the last one first; none: a step or an evaluation.
     meanings: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)

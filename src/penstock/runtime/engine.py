@@ -163,7 +163,7 @@ class Engine:
         self.parts.give_up()
 
     def close(self) -> None:
-        """Give up the process groups, and an elastic run. The model keeps its weights but runs no more steps."""
+        """Give up the process groups, and end the recovery. The model keeps its weights but runs no more steps."""
         self.recovery.close()
         self.dissolve()
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.shapes import ShapeFunctions
+from penstock.modeling.sharding import MakeSharding
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.names import alias_groups
 from penstock.runtime import torch_calls
@@ -84,7 +85,7 @@ def parallelize(
     options: EngineOptions | None = None,
     *,
     make_weights: Callable[[torch.device], Any] | None = None,
-    make_sharding: Callable[..., Any] | None = None,
+    make_sharding: MakeSharding | None = None,
     values: Values | None = None,
     functions: ShapeFunctions | None = None,
 ) -> Engine:
@@ -95,8 +96,7 @@ def parallelize(
         model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
         make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
         board: where failures are recorded, from `forming()`; by default a new one.
-        make_sharding: of a whole model, this rank's index and number among those that share its stages, and what is
-            tied, makes what shards its weights, such as `TensorParallel`; for a layout of several such ranks.
+        make_sharding: makes what shards the weights, such as `TensorParallel`; for a layout with tensor parallelism.
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
         values: on a rank that joins others which call `reform`, fills in what it holds.
         functions: the units' shape functions, if there are some already.

@@ -90,7 +90,6 @@ class PipelineOptimizer(Optimizer):
         loss_scale: what float16 training multiplies losses with; None in other precisions.
         step_was_skipped: whether the last step was skipped because gradients overflowed.
         num_skipped_steps: how many steps were.
-        run: with `elastic=`, the run; it makes each step on all ranks or on none, however many are lost.
     """
 
     def __init__(

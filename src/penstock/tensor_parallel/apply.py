@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock.layout.layout import Layout
 from penstock.modeling.adapters import has_adapters
 from penstock.modeling.configuration import configuration_of
-from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
+from penstock.modeling.sharding import GroupGuard, MakeSharding, Sharding
 from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.whole import Sharding, packed_weights, take_shards
-from penstock.runtime.failures.board import FailureBoard
+from penstock.modeling.weights.whole import packed_weights, take_shards
 from penstock.tensor_parallel.dropout import ShardedDropout
 from penstock.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend, extend_by_heads
 from penstock.tensor_parallel.loading import ShardKeeper, ShardLoading
@@ -29,7 +29,7 @@ from penstock.tensor_parallel.plans import Style, layer_styles, matching, or_non
 from penstock.tensor_parallel.region import Collectives, Region
 
 
-def sharding_of(layout: Layout) -> type[TensorParallel] | None:
+def sharding_of(layout: Layout) -> MakeSharding | None:
     """What makes the sharding of a model for a layout; None for one without tensor parallelism."""
     return TensorParallel if layout.tensor_parallel_size > 1 else None
 
@@ -122,7 +122,7 @@ class TensorParallel:
                 extend_by_heads(module, arguments, self.region)
         self._loss.install(model)
 
-    def connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
+    def connect(self, group: dist.ProcessGroup, device: torch.device, board: GroupGuard) -> None:
         """From here on the layers exchange through a process group."""
         self.region.collectives = Collectives(group, device, board)
 
@@ -130,12 +130,12 @@ class TensorParallel:
         """Give up the group."""
         self.region.collectives = None
 
-    def shard_keeper(self) -> ShardKeeper:
-        """What keeps this rank's shards of weights that are initialised."""
+    def shard_writer(self) -> ShardKeeper:
+        """Keeps this rank's shards of weights that are initialised."""
         return ShardKeeper(self.index, self.size)
 
-    def shard_loading(self, model: Any, names: Collection[str]) -> ShardLoading:
-        """What reads this rank's shards of the weights `names` from a checkpoint."""
+    def shard_reader(self, model: PreTrainedModel, names: Collection[str]) -> ShardLoading:
+        """Reads this rank's shards of the weights `names` from a checkpoint."""
         return ShardLoading(model, names, self)
 
     def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class TensorParallel:
 
     # -- a forward -------------------------------------------------------------------------------------------------
 
-    def refuse(self, inputs: Mapping[str, Any], config: Any) -> None:
+    def refuse(self, inputs: Mapping[str, Any], config: PretrainedConfig | None) -> None:
         """Raise NotImplementedError for a forward whose outputs would not be the unsplit model's."""
         if inputs.get("output_attentions", getattr(config, "output_attentions", False)):
             raise NotImplementedError(
@@ -152,16 +152,18 @@ class TensorParallel:
                 "output_attentions"
             )
 
-    def run(self, plan: ForwardPlan, own_loss: bool, forward: Callable[[], Any]) -> Any:
+    def run(self, digest: str, draws: bool, own_loss: bool, forward: Callable[[], Any]) -> Any:
         """Run a forward of a plan.
 
         Args:
+            digest: tells the plan from others.
+            draws: whether it draws random numbers.
             own_loss: whether the model's own loss, a single mean, is trained on. If it is given the head's very output,
                 nobody needs whole logits: they then come as a distributed tensor, of which this rank has a shard. The
                 first forward of a plan has them gathered, and shows whether that is so.
         """
-        region, loss, digest = self.region, self._loss, plan.digest
-        region.around = partial(ShardedDropout, region) if plan.draws else None
+        region, loss = self.region, self._loss
+        region.around = partial(ShardedDropout, region) if draws else None
         own_loss = own_loss and torch.is_grad_enabled()
         region.keep_logits_sharded = own_loss and digest in self._sharded_losses
         loss.calls = loss.direct_calls = 0

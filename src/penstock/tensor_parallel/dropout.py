@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from penstock.modeling.weights.whole import Sharding
+from penstock.modeling.sharding import Sharding
 from penstock.random_state import accelerator_generator, restored
 from penstock.tensor_parallel.region import Region
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel, core_model_loading
 
+from penstock.modeling.sharding import Sharding, WeightSharding
 from penstock.modeling.weights.initialise import DRAWN_IN_PLACE, Scratch
-from penstock.modeling.weights.whole import Sharding, leave_shards
+from penstock.modeling.weights.whole import leave_shards
 
 # In-place operations after which nothing is left of what was there.
 _OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}
@@ -123,8 +124,8 @@ class ShardLoading:
     Raises ValueError if a weight has not the shape that `tensor_parallel` was made for.
     """
 
-    def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: Any) -> None:
-        self.keeper = ShardKeeper(tensor_parallel.index, tensor_parallel.size)
+    def __init__(self, model: PreTrainedModel, names: Collection[str], tensor_parallel: WeightSharding) -> None:
+        self.writer = ShardKeeper(tensor_parallel.index, tensor_parallel.size)
         self._tensor_parallel = tensor_parallel
         self._shards = {name: sharding for name, sharding in tensor_parallel.shards.items() if name in names}
         self._shapes = {name: model.get_parameter(name).shape for name in self._shards}
@@ -157,7 +158,7 @@ class ShardLoading:
             parameter = _renewed(model, name, value.dtype)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' own mark
             part = self._shards[name].take(value, self._tensor_parallel.index, self._tensor_parallel.size)
-            self.keeper.keep(parameter, self._shards[name], part)
+            self.writer.keep(parameter, self._shards[name], part)
 
         with _reading_in_turn(), mock.patch.object(core_model_loading, "set_param_for_module", set_shard):
             yield
@@ -166,7 +167,7 @@ class ShardLoading:
         """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
         chosen = self._shards.keys() & set(names)
         for name in chosen:
-            self.keeper.watch(_renewed(model, name), self._shards[name])
+            self.writer.watch(_renewed(model, name), self._shards[name])
         return chosen
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
@@ -182,7 +183,7 @@ class ShardLoading:
 
     def finish(self, model: PreTrainedModel) -> None:
         """Leave the shards where `TensorParallel.apply` finds them."""
-        leave_shards(model, self.keeper.shard_of)
+        leave_shards(model, self.writer.shard_of)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

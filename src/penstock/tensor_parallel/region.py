@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from penstock.runtime.failures.board import FailureBoard
+from penstock.modeling.sharding import GroupGuard
 
 
 class Collectives:
     """What the ranks of a stage exchange within its layers; counts collectives, and bytes of the tensors in them."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, board: GroupGuard):
         self._group: dist.ProcessGroup | None = group
         self._ranks = dist.get_process_group_ranks(group)
         self._device = device

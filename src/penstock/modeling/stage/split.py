@@ -29,6 +29,7 @@ from penstock.modeling.placeholders.ghosts import (
     strip,
 )
 from penstock.modeling.placeholders.partial_states import mark_states
+from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.named_output import Shapes, output_with_loss
@@ -74,7 +75,7 @@ class SplitModel:
         model: nn.Module,
         stages: Sequence[Sequence[str]],
         local_stages: Collection[int],
-        sharding: Any = None,
+        sharding: WeightSharding | None = None,
         aliases: list[tuple[str, ...]] | None = None,
         functions: ShapeFunctions | None = None,
     ) -> None:
@@ -282,7 +283,7 @@ class SplitModel:
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
-            evaluate = partial(self.tensor_parallel.run, plan, own_loss, evaluate)
+            evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), own_loss, evaluate)
         if self.kept_state is not None:
             evaluate = partial(self.kept_state.watching, stage, evaluate)
         if plan.asks_inputs and host is not None and host is not inputs:
@@ -317,7 +318,7 @@ class SplitModel:
         run = self._stage_run(plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over)
         evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
-            evaluate = partial(self.tensor_parallel.run, plan, False, evaluate)
+            evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), False, evaluate)
         if plan.num_stages == 1 and not (seed is not None and self.draws(plan)):
             return evaluate()
         output = None if run.plan.idle and early_exit else self._handled(plan, run, evaluate, seed)

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.auto_factory import _get_model_class
 
+from penstock.modeling.sharding import Sharding, ShardWriter, WeightSharding
 from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.whole import Sharding, leave_shards
+from penstock.modeling.weights.whole import leave_shards
 
 
 class Scratch:
@@ -77,7 +78,7 @@ def init_stage(
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
     seed: int | None = None,
-    tensor_parallel: Any = None,
+    tensor_parallel: WeightSharding | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """A randomly initialised model that holds the weights of `local_stages` only; other units are ghosts.
@@ -88,7 +89,7 @@ def init_stage(
 
     Args:
         tensor_parallel: how the whole model is sharded. Of each weight that is, only this rank's shard is kept, for
-            `TensorParallel.apply` to put in its place; the model shows a meta tensor there until then.
+            `WeightSharding.apply` to put in its place; the model shows a meta tensor there until then.
         kwargs: as for `model_class._from_config`, for example `dtype` or `attn_implementation`.
     """
     with numbering_parameters() as numbering:
@@ -97,9 +98,10 @@ def init_stage(
     # Tied names have one number, so the source of a tie is made wherever one of its names is held.
     made = {**numbering.replaced(skeleton, numbers), **numbers}
     held = held_names(made, stages, local_stages)
-    sharded, keeper = {}, None
+    sharded: dict[int, Sharding] = {}
+    keeper: ShardWriter | None = None
     if tensor_parallel is not None:
-        shards, keeper = tensor_parallel.shards, tensor_parallel.shard_keeper()
+        shards, keeper = tensor_parallel.shards, tensor_parallel.shard_writer()
         sharded = {made[name]: shards[name] for name in held if name in shards}
     keep = {made[name] for name in held} - sharded.keys()
     del skeleton, numbering
@@ -135,7 +137,7 @@ _DRAWN_BY_SHAPE = DRAWN_IN_PLACE.union(
 class _DrawForMeta(TorchDispatchMode):
     """Random operations on meta tensors draw what they would draw on real ones."""
 
-    def __init__(self, scratch: Scratch, keeper: Any) -> None:
+    def __init__(self, scratch: Scratch, keeper: ShardWriter | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._scratch = scratch
         self._keeper = keeper
@@ -169,7 +171,9 @@ def _touches_meta(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _draw_into(scratch: Scratch, keeper: Any, function: Callable[..., Any], random: bool) -> Callable[..., Any]:
+def _draw_into(
+    scratch: Scratch, keeper: ShardWriter | None, function: Callable[..., Any], random: bool
+) -> Callable[..., Any]:
     """On meta tensors `torch.nn.init` returns early, and some of it draws by value (trunc_normal_): run it for real."""
 
     def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +188,7 @@ def _draw_into(scratch: Scratch, keeper: Any, function: Callable[..., Any], rand
 
 
 @contextlib.contextmanager
-def drawing_for_meta(keeper: Any = None) -> Iterator[None]:
+def drawing_for_meta(keeper: ShardWriter | None = None) -> Iterator[None]:
     """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would. Of those
     that `keeper` watches, shards are kept."""
     functions: dict[str, Any] = initialization.TORCH_INIT_FUNCTIONS
@@ -230,7 +234,9 @@ class Numbering:
 
 @contextlib.contextmanager
 def numbering_parameters(
-    keep: Collection[int] | None = None, sharded: Mapping[int, Sharding] | None = None, keeper: Any = None
+    keep: Collection[int] | None = None,
+    sharded: Mapping[int, Sharding] | None = None,
+    keeper: ShardWriter | None = None,
 ) -> Iterator[Numbering]:
     """Inside, parameters are numbered as they are registered. Those with numbers not in `keep` move to the meta device
     then (None: all stay); of those that are `sharded`, `keeper` keeps a shard."""

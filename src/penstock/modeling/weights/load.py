@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from penstock.modeling.adapters import base_of
+from penstock.modeling.sharding import ShardReader, WeightSharding
 from penstock.modeling.weights.initialise import drawing_for_meta
 from penstock.modeling.weights.names import held_names, strip_foreign
 
@@ -54,7 +55,7 @@ def load_stage(
     path_or_name: str,
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
-    tensor_parallel: Any = None,
+    tensor_parallel: WeightSharding | None = None,
     adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, StageLoadingInfo]:
@@ -141,14 +142,15 @@ def _stage_class(
     model_class: type[PreTrainedModel],
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
-    tensor_parallel: Any,
+    tensor_parallel: WeightSharding | None,
 ) -> Any:
     """A subclass of `model_class` whose `from_pretrained` reads only the tensors of `local_stages`."""
 
     class Stage(model_class):  # type: ignore[misc]  # a library without types
         # What this rank must read. None: show every name.
         _held: frozenset[str] | None = None
-        _shards: Any = None
+        _shards: ShardReader | None = None
+        _declared_ties: set[str]
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             state = super().state_dict(*args, **kwargs)
@@ -168,7 +170,7 @@ def _stage_class(
                 if state_dict is None and index and not load_config.disable_mmap:
                     state_dict = _unread(checkpoint_files, index, opened)
                 if tensor_parallel is not None:
-                    model._shards = tensor_parallel.shard_loading(model, model._held)
+                    model._shards = tensor_parallel.shard_reader(model, model._held)
                     opened.enter_context(model._shards.keeping(model.all_tied_weights_keys))
                     # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
@@ -204,7 +206,7 @@ def _stage_class(
             super().tie_weights(missing_keys=missing_keys, **kwargs)
 
         def initialize_weights(self) -> None:
-            with drawing_for_meta(None if self._shards is None else self._shards.keeper):
+            with drawing_for_meta(None if self._shards is None else self._shards.writer):
                 super().initialize_weights()
 
     Stage.__name__, Stage.__qualname__, Stage.__module__ = (
