@@ -29,8 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
-from penstock.runtime.comm.forming import forming
-from penstock.runtime.formation import parallelize
+from penstock.runtime.formation import forming, parallelize
 from penstock.runtime.reforming import reform
 from penstock.schedule import build
 

@@ -42,7 +42,7 @@ PHASES = (
 # Where a phase's function may be called, in one checkout or another; what it is called is looked up there.
 TIMED = {
     "units and costs": (
-        ("penstock.api.form", "_find"), ("penstock.api.form", "_find"),
+        ("penstock.api.builder", "_find"), ("penstock.form", "_find"),
         ("penstock.initialize", "list_units"), ("penstock.initialize", "unit_costs"),
     ),
     "splitting": (("penstock.modeling.stage.split.SplitModel", "__init__"),),

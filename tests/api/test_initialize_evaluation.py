@@ -10,8 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
-from penstock.modeling.stage.named_output import shapes_of
-from penstock.modeling.stage.outputs import merge_outputs
+from penstock.modeling.stage.outputs import merge_outputs, shapes_of
 from penstock.runtime import evaluation
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool

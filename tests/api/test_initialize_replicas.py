@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import penstock
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.runtime.comm.forming import PIECE_BYTES, copy_from_first_holders
+from penstock.runtime.formation import PIECE_BYTES, copy_from_first_holders
 from penstock.runtime.gradients.ownership import HeldParameter
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool

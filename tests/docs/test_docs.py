@@ -513,7 +513,7 @@ def test_the_picture_of_the_house_is_true() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     picture = next(block for block in text.split("```") if "your script" in block)
     names = set(re.findall(r"[\w./]+\.py|\w+/", picture))
-    assert {"runtime/", "engine.py", "form.py", "schedule/"} <= names
+    assert {"runtime/", "engine.py", "builder.py", "schedule/"} <= names
     there = {path.name + "/" * path.is_dir() for path in (ROOT / "src/penstock").rglob("*")}
     assert names <= there
 

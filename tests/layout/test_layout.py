@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.layout.layout import Layout, Place
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.whole import unit_of
 from penstock.runtime.gradients.ownership import find_holders
 from penstock.simulation.describe import segments
 

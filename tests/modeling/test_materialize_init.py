@@ -15,7 +15,7 @@ from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.whole import alias_groups
 from penstock.tensor_parallel.apply import TensorParallel
 from tests.support.families import FAMILIES
 from tests.support.stage_driver import cut

@@ -23,7 +23,7 @@ from penstock.modeling.graph.units import list_units
 from penstock.modeling.sharding import Sharding
 from penstock.modeling.weights.initialise import init_stage, meta_model
 from penstock.modeling.weights.load import forget_ties, load_config, load_stage
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.whole import alias_groups
 from penstock.tensor_parallel.apply import TensorParallel
 from penstock.tensor_parallel.loading import ShardKeeper
 from tests.modeling.test_materialize_init import EACH, assert_is_part_of, assert_right, parts, settings_of

@@ -14,7 +14,7 @@ from torch import nn
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.placeholders.ghosts import is_ghost
 from penstock.modeling.stage.split import SplitModel
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.whole import alias_groups
 from penstock.tensor_parallel.apply import TensorParallel
 from tests.support.families import FAMILIES, batch
 from tests.support.stage_driver import cut, gradients, largest_difference, split_gradients, step, tied

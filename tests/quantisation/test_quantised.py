@@ -24,10 +24,10 @@ from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.elastic.world import leave_world
 from penstock.modeling import packed_layers
-from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.instrumentation import tensors_of
+from penstock.modeling.libraries import base_of
 from penstock.modeling.packed_layers import mark_packed, tensors_inside
 from penstock.modeling.weights.load import load_stage
 from penstock.planning.memory import Held

@@ -20,8 +20,8 @@ import penstock
 from penstock import HeterogeneousParallelPlugin
 from penstock.runtime.comm import bootstrap
 from penstock.runtime.comm.devices import backend, local_device, use_local_device
-from penstock.runtime.comm.forming import forming
 from penstock.runtime.failures.board import PipelineFailure
+from penstock.runtime.formation import forming
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import parallelize

@@ -21,9 +21,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import penstock
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import wait_for_all
-from penstock.runtime.comm.plain import from_plain, to_plain
 from tests.support.audit import unpickling
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool

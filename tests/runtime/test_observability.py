@@ -217,13 +217,13 @@ def test_the_layout_is_printed_and_the_pipeline_says_what_it_is(pool: Pool) -> N
 
 def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of names is one question a step."""
-    from penstock.runtime import labels
+    from penstock.runtime import report
 
     def refuse(text: str) -> Any:
         raise AssertionError(text)
 
-    monkeypatch.setattr(labels, "record_function", refuse)
-    with labels.label("reduce", "nothing"):
+    monkeypatch.setattr(report, "record_function", refuse)
+    with report.label("reduce", "nothing"):
         pass
     with profile(activities=[ProfilerActivity.CPU]), pytest.raises(AssertionError, match="penstock: reduce nothing"):
-        labels.label("reduce", "nothing")
+        report.label("reduce", "nothing")

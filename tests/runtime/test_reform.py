@@ -26,9 +26,8 @@ from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.forming import forming
 from penstock.runtime.failures import ring
-from penstock.runtime.formation import parallelize
+from penstock.runtime.formation import forming, parallelize
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.reforming import reform
 from penstock.schedule import build

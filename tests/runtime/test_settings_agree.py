@@ -21,7 +21,7 @@ from penstock.layout.partition import partition
 from penstock.modeling.graph import costs
 from penstock.modeling.graph.units import list_units
 from penstock.runtime import formation
-from penstock.runtime.comm.forming import digest_of
+from penstock.runtime.formation import digest_of
 from penstock.schedule.registry import build
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from penstock.cli import app
 from penstock.layout.announce import compact
 from penstock.layout.layout import Layout
-from penstock.modeling.weights.names import stage_sizes
+from penstock.modeling.weights.whole import stage_sizes
 from penstock.schedule import build
 from penstock.simulation.describe import LayoutDescription, describe_pipelines
 from tests.support.families import FAMILIES

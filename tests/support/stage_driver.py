@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.whole import unit_of
 
 
 def cut(units: Sequence[str], num_stages: int) -> list[list[str]]:

@@ -22,8 +22,7 @@ from penstock.elastic.run import Change, ElasticRun
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
-from penstock.modeling.stage.named_output import NamedOutput, without_graph
-from penstock.modeling.stage.outputs import merge_outputs
+from penstock.modeling.stage.outputs import NamedOutput, merge_outputs, without_graph
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate_together, shapes_of_one_more
 from penstock.runtime.optimizer import PipelineOptimizer

@@ -11,19 +11,19 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from penstock.api.form import remember_example_inputs
+from penstock.api.builder import remember_example_inputs
 from penstock.api.initialize import ConfigLike, form_equal
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError, take_keys
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import PipelineModel
-from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
+from penstock.modeling.libraries import base_of, is_peft_model, of_diffusers
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
-from penstock.modeling.weights.names import alias_groups, of_diffusers
+from penstock.modeling.weights.whole import alias_groups
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import forming
+from penstock.runtime.formation import forming
 from penstock.schedule.registry import settle
 from penstock.tensor_parallel.apply import TensorParallel
 

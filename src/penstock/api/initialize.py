@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.api.form import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
+from penstock.api.builder import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError
 from penstock.layout.chosen import chosen_stages, split_stages
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.model.pipeline_model import PipelineModel
-from penstock.modeling.adapters import is_peft_model
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.libraries import is_peft_model
+from penstock.modeling.weights.whole import alias_groups
 from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import forming
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.formation import forming
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, settle
 from penstock.schedule.text import own_or_named, told, written_schedule

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.api.form import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
+from penstock.api.builder import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
 from penstock.config.elastic import Elastic
 from penstock.config.plugin_settings import PluginSettings
 from penstock.data.loader import HeterogeneousDataLoader
@@ -29,8 +29,8 @@ from penstock.elastic.run import ElasticRun
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, PlacedPipelines, Schedules, check_templates, place_pipelines
 from penstock.model.pipeline_model import PipelineModel
-from penstock.modeling.adapters import base_of, is_peft_model
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.libraries import base_of, is_peft_model
 from penstock.modeling.packed_layers import mark_packed
 from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.modeling.weights.whole import packed_weights
@@ -38,8 +38,8 @@ from penstock.planning.auto import auto_pipelines
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import digest_of, facts_of, forming
 from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.formation import digest_of, facts_of, forming
 from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO

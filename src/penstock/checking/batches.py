@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from penstock.checking.check import build_on_meta
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.loss import loss_of
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.weights.initialise import meta_model
 from penstock.tensor_parallel.plans import or_none
 

@@ -20,7 +20,7 @@ from penstock.modeling.graph.crossing import BoundaryReport, boundary_before
 from penstock.modeling.graph.dummy_inputs import InputsError, InputsNeeded
 from penstock.modeling.graph.units import traced_units
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
-from penstock.modeling.weights.names import alias_groups, names_in_units, unit_with
+from penstock.modeling.weights.whole import alias_groups, names_in_units, unit_with
 from penstock.tables import WIDTH, wrapped
 
 NOT_LOOKED_AT = "whether it is exact over stages, which penstock verify says"

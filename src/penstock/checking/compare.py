@@ -25,7 +25,7 @@ from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, near, reason_o
 from penstock.config.configuration import Configuration
 from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.stage.named_output import NamedOutput
+from penstock.modeling.stage.outputs import NamedOutput
 from penstock.nested import named_tensors
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.inputs import AS_ACCUMULATED

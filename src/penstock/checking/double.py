@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.checking.copies import copied
 from penstock.checking.reasons import taken
-from penstock.modeling.configuration import configuration_of
+from penstock.modeling.libraries import configuration_of
 from penstock.nested import map_tensors
 
 # Attributes and configuration entries that hold a probability or an amplitude of noise.

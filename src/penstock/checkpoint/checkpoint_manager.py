@@ -23,7 +23,7 @@ from penstock.checkpoint.training_checkpoints import (
 )
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.modeling.adapters import base_of
+from penstock.modeling.libraries import base_of
 from penstock.runtime.failures.interrupts import EXIT_CODE
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from penstock.modeling.graph.dataflow import DataFlow, Given
 from penstock.modeling.placeholders.ghosts import shown_whole
-from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.whole import packed_weights, shards_of, whole_state
+from penstock.modeling.weights.whole import packed_weights, shards_of, unit_of, whole_state
 
 from .files import Behind, flush_file, write_bytes, write_tensors, writing
 from .manifest import (

@@ -45,8 +45,8 @@ from penstock.checkpoint.training_state import (
     state_of,
 )
 from penstock.checkpoint.untrusted import CheckpointError
-from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import absent_of, original_class, record_of
+from penstock.modeling.libraries import base_of
 from penstock.modeling.weights.whole import shards_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
+from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
-from penstock.modeling.weights.names import of_diffusers
 from penstock.modeling.weights.whole import packed_weights, whole_shape
 from penstock.runtime.comm.exchange import Guard, Ranks
 from penstock.runtime.failures.board import ranks_in_words

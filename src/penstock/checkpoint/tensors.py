@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
-from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import known_of
+from penstock.modeling.libraries import is_adapter_layer
 from penstock.modeling.placeholders.ghosts import absent_parameters
-from penstock.modeling.weights.names import alias_groups, ties_of, unit_of
-from penstock.modeling.weights.whole import packed_weights
+from penstock.modeling.weights.whole import alias_groups, packed_weights, ties_of, unit_of
 
 from .untrusted import Checksum, Count
 

@@ -30,9 +30,8 @@ from penstock.checkpoint.training_state import (
     undone_if_it_fails,
 )
 from penstock.checkpoint.untrusted import CheckpointError
-from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import record_of
-from penstock.modeling.weights.names import of_diffusers
+from penstock.modeling.libraries import base_of, of_diffusers
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.reforming import engine_of

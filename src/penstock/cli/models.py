@@ -156,7 +156,7 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
     if inputs is not None:
         from torch import nn
 
-        from penstock.api.form import remember_example_inputs
+        from penstock.api.builder import remember_example_inputs
         from penstock.checking.check import build_on_meta
         from penstock.checking.reasons import taken
 

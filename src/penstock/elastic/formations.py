@@ -18,7 +18,7 @@ from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Schedules, num_stages_on, schedule_maker
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.pipeline_template import PipelineTemplate
-from penstock.modeling.weights.names import alias_groups
+from penstock.modeling.weights.whole import alias_groups
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from penstock.elastic.protocol import Decision
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import contact
-from penstock.runtime.comm.plain import from_plain, to_plain
 from penstock.runtime.engine import Engine
 from penstock.runtime.formation import Migration, Values
 

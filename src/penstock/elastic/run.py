@@ -25,7 +25,7 @@ from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
 from penstock.elastic.protocol import Decision, Log, LoggedCall, MemberReport
 from penstock.elastic.world import leave_world
 from penstock.layout.layout import Layout
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.weights.whole import unit_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error

@@ -40,12 +40,12 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import adopt_random_state
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, after
+from penstock.runtime.formation import adopt_random_state
 
 T = TypeVar("T")
 

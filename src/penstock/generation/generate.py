@@ -31,8 +31,8 @@ from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.instrumentation import OnAnotherStage, called_as
 from penstock.modeling.placeholders.caches import past_length
-from penstock.modeling.stage.named_output import output_with_loss
-from penstock.runtime.gradients.precision import autocast
+from penstock.modeling.stage.outputs import output_with_loss
+from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import refuse_tuples
 
 # Arguments in which the ranks may differ.

@@ -22,12 +22,12 @@ from penstock.data.microbatch import microbatch_sizes, split_batch
 from penstock.generation.series import Expected, Series, series_over
 from penstock.modeling.graph.plan import ForwardPlan
 from penstock.modeling.placeholders.caches import decoder_part, layer_placeholder, past_length
-from penstock.modeling.randomness import mixed
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.modeling.stage.split import SplitModel
+from penstock.random_state import mixed
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.context import RankContext
-from penstock.runtime.labels import label
+from penstock.runtime.report import label
 
 
 @dataclass

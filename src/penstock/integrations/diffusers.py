@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.weights.load import StageLoadingInfo, finish_stage, refuse_arguments
-from penstock.modeling.weights.names import held_names
+from penstock.modeling.weights.whole import held_names
 
 # Spread a model over devices in another way, or read all of it.
 _REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")

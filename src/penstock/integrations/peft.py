@@ -22,8 +22,8 @@ from peft.tuners.tuners_utils import BaseTuner
 from transformers import PreTrainedModel
 
 from penstock.model.pipeline_model import PipelineModel
-from penstock.modeling.adapters import is_adapter_layer
 from penstock.modeling.instrumentation import mix_in
+from penstock.modeling.libraries import is_adapter_layer
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
 from penstock.runtime.reforming import renewing
 

@@ -22,13 +22,12 @@ from penstock.config.configuration import Configuration
 from penstock.data.loader import ReplicaDataLoader
 from penstock.generation.generate import evaluate_with_cache, generate
 from penstock.model.num_parameters import num_parameters_of_whole
-from penstock.modeling.adapters import base_of
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
+from penstock.modeling.libraries import base_of, of_diffusers
 from penstock.modeling.placeholders.ghosts import absent_parameters
-from penstock.modeling.stage.named_output import NamedOutput
-from penstock.modeling.weights.names import of_diffusers
+from penstock.modeling.stage.outputs import NamedOutput
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics

@@ -13,10 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from penstock.layout.partition import partition, split_into
 from penstock.layout.pipelines import num_stages_on
 from penstock.layout.template import StageTemplate, end_modules
-from penstock.modeling.adapters import base_of
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import bare_modules, list_units
+from penstock.modeling.libraries import base_of, configuration_of
 from penstock.modeling.packed_layers import mark_packed
 
 # How transformers names its model classes.

@@ -22,11 +22,11 @@ from penstock.data.fingerprint import described, fingerprint
 from penstock.data.media import MediaTokens
 from penstock.data.microbatch import refuse_unknown_names
 from penstock.layout.layout import Layout, Place
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.randomness import key_of, mixed
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.split import SplitModel
+from penstock.random_state import key_of, mixed
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import (
@@ -41,8 +41,8 @@ from penstock.runtime.comm.settings import (
 )
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.gradients.ownership import HeldParameter
-from penstock.runtime.gradients.precision import autocast
 from penstock.runtime.gradients.updates import mixed_update
 from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, is_hooked
 from penstock.runtime.inputs import (

@@ -14,23 +14,21 @@ from torch.utils import _pytree as pytree
 from penstock.data.batch import with_one_sample_more
 from penstock.data.fingerprint import described, fingerprint
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.named_output import Form, Shapes, joint_form, named_output, output_of
-from penstock.modeling.stage.outputs import merge_outputs
+from penstock.modeling.stage.outputs import Form, Shapes, joint_form, merge_outputs, named_output, output_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.tensors import carried
-from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.plain import from_plain, to_plain
+from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import states_of_stages
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.gradients.precision import autocast
+from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import StepInputs, refuse_without_loss
-from penstock.runtime.labels import numbered
 from penstock.runtime.program import Program
+from penstock.runtime.report import numbered
 
 
 def evaluate(engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.data.fingerprint import fingerprint
 from penstock.layout.layout import Layout
 from penstock.modeling.stage.split import SplitModel
-from penstock.modeling.weights.names import names_in_units
+from penstock.modeling.weights.whole import names_in_units
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks

@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.layout.layout import Layout
-from penstock.modeling.adapters import base_of
 from penstock.modeling.instrumentation import known_of, original_class, record_of
+from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.split import SplitModel, refuse_moved
-from penstock.runtime.comm.forming import forming, job_board
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard, after
-from penstock.runtime.formation import Migration, Values, form, form_first
+from penstock.runtime.formation import Migration, Values, form, form_first, forming, job_board
 from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.parts import ScheduleMaker, holders_of
 

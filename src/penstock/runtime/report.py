@@ -1,12 +1,52 @@
-"""What a training step took, as one rank saw it."""
+"""What a rank tells of a training step: a report of what it took, and names in torch's profiler for what it does.
+
+Names are made only while a profiler is on, which is asked once a step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.profiler import record_function
 
-from penstock.runtime.gradients.reduction import ReductionReport
+from penstock.schedule.actions import Action
+
+
+@dataclass(frozen=True)
+class ReductionReport:
+    """What the reduction of a step cost.
+
+    Attributes:
+        num_bytes: size of the gradients.
+        intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
+            for).
+        seconds_waited: how long the step waited for them at its end.
+    """
+
+    num_bytes: int
+    intervals: tuple[tuple[float, float], ...]
+    seconds_waited: float
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.intervals)
+
+    @property
+    def seconds(self) -> float:
+        """How long any bucket was under way: the union of the intervals."""
+        total = end = 0.0
+        for start, stop in sorted(self.intervals):
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
+
+    @property
+    def hidden(self) -> float:
+        """Share of the reduction's time that was hidden behind computation, between 0 and 1."""
+        return 1.0 if self.seconds <= 0 else max(0.0, 1.0 - self.seconds_waited / self.seconds)
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,3 +111,26 @@ class StepReport:
         if self.reduction is not None:
             parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced, {self.reduction.hidden:.0%} of it hidden")
         return f"<step: {', '.join(parts)}>"
+
+
+PREFIX = "penstock: "
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch is on in this process."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def label(*words: object) -> contextlib.AbstractContextManager[object]:
+    """Around what `words` name in the profile, if there is one."""
+    return record_function(PREFIX + " ".join(map(str, words))) if profiling() else contextlib.nullcontext()
+
+
+def numbered(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    """`actions` with their positions, each labelled until the next one is asked for."""
+    if not profiling():
+        yield from enumerate(actions)
+        return
+    for position, action in enumerate(actions):
+        with record_function(f"{PREFIX}{action.kind.value} stage {action.stage} microbatch {action.microbatch}"):
+            yield position, action

@@ -25,11 +25,8 @@ from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure, after
-from penstock.runtime.gradients.gradients import Gradients
-from penstock.runtime.gradients.precision import autocast_now, multiply_gradients
-from penstock.runtime.gradients.reduction import ReductionReport
+from penstock.runtime.gradients.gradients import Gradients, autocast_now, multiply_gradients
 from penstock.runtime.inputs import StepInputs
-from penstock.runtime.labels import numbered
 from penstock.runtime.loss_proxy import (
     LiveMicrobatch,
     StageOutput,
@@ -40,7 +37,7 @@ from penstock.runtime.loss_proxy import (
     run_backward,
 )
 from penstock.runtime.program import Program
-from penstock.runtime.report import StepReport
+from penstock.runtime.report import ReductionReport, StepReport, numbered
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step
 

@@ -19,7 +19,7 @@ from penstock.layout.layout import Layout
 from penstock.layout.pipelines import schedule_maker
 from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.pipeline_template import balanced_templates
-from penstock.modeling.weights.names import stage_sizes
+from penstock.modeling.weights.whole import stage_sizes
 from penstock.schedule.actions import Schedule
 from penstock.simulation.simulate import Costs, LayoutSimulation, simulate_layout
 from penstock.simulation.timeline import FAINT, gantt_svg, svg_head, svg_text

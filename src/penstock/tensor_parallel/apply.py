@@ -14,13 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from penstock.layout.layout import Layout
-from penstock.modeling.adapters import has_adapters
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import record_of
+from penstock.modeling.libraries import configuration_of, has_adapters
 from penstock.modeling.placeholders.ghosts import replace_parameters, stripped_tensors
 from penstock.modeling.sharding import GroupGuard, MakeSharding, Sharding
-from penstock.modeling.weights.names import unit_of
-from penstock.modeling.weights.whole import packed_weights, take_shards
+from penstock.modeling.weights.whole import packed_weights, take_shards, unit_of
 from penstock.tensor_parallel.dropout import ShardedDropout
 from penstock.tensor_parallel.layers import COLUMN, GATHERED, HEAD, VOCABULARY, extend, extend_by_heads
 from penstock.tensor_parallel.loading import ShardKeeper, ShardLoading

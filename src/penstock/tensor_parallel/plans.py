@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from penstock.modeling.configuration import configuration_of
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, ROW_OF_WHOLE, VOCABULARY
 

@@ -35,9 +35,8 @@ from penstock.checkpoint.training_state import restore_object
 from penstock.config.configuration import Configuration
 from penstock.data.packed import LENGTHS, cut_packed, is_packed
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
-from penstock.modeling.adapters import base_of
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
+from penstock.modeling.libraries import base_of, configuration_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK, Engine

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from penstock.api import form
+from penstock.api import builder
 from tests.support.ended import LIMIT, kill_self, run_ranks
 from tests.support.families import FAMILIES, batch
 from tests.support.hetero import make_plugin
@@ -73,7 +73,7 @@ def fail_to_estimate(face: str) -> None:
     model = FAMILIES["gpt2"].build()
     plugin = make_plugin(model, "2x2")
     failing = mock.Mock(side_effect=MemoryError("no memory is left"))
-    with mock.patch.object(form, "unit_costs", failing if os.environ["RANK"] == "0" else form.unit_costs):
+    with mock.patch.object(builder, "unit_costs", failing if os.environ["RANK"] == "0" else builder.unit_costs):
         if face == "penstock.api.plugin":
             plugin.configure(model)
         else:

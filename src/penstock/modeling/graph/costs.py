@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.dataflow import ReachedInside, Value
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import Untraceable
 from penstock.modeling.graph.units import trace_units, without_cache
+from penstock.modeling.libraries import configuration_of
 
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
 TOKENS = 128

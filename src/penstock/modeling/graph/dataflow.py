@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.graph.meta_operations import Seen, draws
 from penstock.modeling.graph.reductions import OperationRecord, storage_of
-from penstock.modeling.graph.seen import Seen, draws
 from penstock.modeling.tensor_spec import TensorSpec
 
 # A tensor of more elements that is computed from a unit's value, such as logits, is followed without its storage.

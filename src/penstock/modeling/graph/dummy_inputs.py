@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.instrumentation import known_of
+from penstock.modeling.libraries import configuration_of
 from penstock.nested import map_tensors
 
 BATCH = 2

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import refuse_arguments
@@ -23,6 +22,7 @@ from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, original_class
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.placeholders.caches import cache_kind
 
 # Kinds of inputs that are remembered; more than a run has, unless an argument has another value in every step.

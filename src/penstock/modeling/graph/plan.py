@@ -14,8 +14,8 @@ from torch import nn
 from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
 from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import ForwardFacts, Trace
-from penstock.modeling.randomness import key_of
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.random_state import key_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
-from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations
-from penstock.modeling.graph.seen import Seen
+from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations, Seen
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks

@@ -39,9 +39,9 @@ from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import narrow_copy
 from penstock.modeling.placeholders.ghosts import stripped_tensors
-from penstock.modeling.stage.named_output import Form, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
+from penstock.modeling.stage.outputs import Form, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.modeling.weights.names import names_in_units, unit_of
+from penstock.modeling.weights.whole import names_in_units, unit_of
 from penstock.nested import map_tensors, named_tensors
 from penstock.random_state import (
     NUMPY,

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.adapters import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dummy_inputs, refuse_arguments
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
-from penstock.modeling.weights.names import unit_of
+from penstock.modeling.libraries import base_of, is_adapter_layer, modules_inside
+from penstock.modeling.weights.whole import unit_of
 
 # Arguments that a text-only forward lacks.
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")

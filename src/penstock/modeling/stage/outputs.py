@@ -1,16 +1,166 @@
-"""One output of a whole batch from the outputs of its microbatches."""
+"""A model's outputs: with named fields, whatever its forward returns, and one of a whole batch from its microbatches'.
+
+From models of transformers it is a `ModelOutput`, from one of the user's own maybe a tensor, a tuple, a dictionary, a
+dataclass. Everything else works on a `NamedOutput`.
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
-from penstock.modeling.stage.named_output import Shapes, form_of, joint_form, output_of
+from penstock.modeling.graph.loss import loss_of, set_loss
+from penstock.nested import items_of
+
+# A shape for each tensor of an output, in the output's own nesting.
+Shapes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the fields of a `NamedOutput` make up what the module returned."""
+
+    kind: type | None  # a dictionary's, dataclass's or named tuple's class; None if it is the field "output"
+    names: tuple[str, ...]  # also of fields that are None
+
+
+@dataclass(init=False, repr=False)
+class NamedOutput(ModelOutput):  # type: ignore[misc]  # a library without types
+    """The output of a module that is no model of transformers, which can be turned back. A dictionary, dataclass or
+    named tuple has its own fields. Anything else, such as a tensor or a tuple, is the field `output`. The loss is in
+    `loss`, wherever it comes from."""
+
+    loss: torch.Tensor | None = None
+
+    def __init__(self, form: Form | None = None, **values: Any):
+        self.__dict__["_form"] = form
+        for name, value in values.items():
+            self[name] = value
+
+    @property
+    def form(self) -> Form:
+        form: Form = self.__dict__["_form"]
+        return form
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # Not ModelOutput's: a field may be called "values".
+        if value is not None:
+            OrderedDict.__setitem__(self, name, value)
+        if not hasattr(OrderedDict, name):
+            self.__dict__[name] = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def original(self) -> Any:
+        """What the module would return, with this loss."""
+        kind, loss = self.form.kind, self.get("loss")
+        if kind is None:
+            return _with_own_loss(self["output"], loss)
+        values = {name: self.get(name) for name in self.form.names}
+        if issubclass(kind, tuple):
+            return kind(**values)
+        if issubclass(kind, Mapping):
+            return kind(values)  # type: ignore[call-arg]  # as every mapping
+        made = object.__new__(kind)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def named_output(output: Any) -> Any:
+    """`output` if it has named fields, otherwise a `NamedOutput` of it."""
+    if isinstance(output, ModelOutput):
+        return output
+    values = dict(items_of(output) or ())
+    if not values or not all(isinstance(name, str) for name in values):
+        return NamedOutput(Form(None, ("loss", "output")), loss=loss_of(output), output=output)
+    return NamedOutput(Form(type(output), tuple(values)), **values)
+
+
+def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
+    if isinstance(output, ModelOutput):
+        set_loss(output, loss)
+        return output
+    named = named_output(output)
+    if named.form.kind is None:
+        named["output"] = _with_own_loss(output, loss)
+    named["loss"] = loss
+    return named
+
+
+def form_of(output: Any) -> Form | None:
+    """The form of a `NamedOutput`, None for any other output."""
+    return output.form if isinstance(output, NamedOutput) else None
+
+
+def joint_form(forms: Iterable[Form | None]) -> Form | None:
+    """The form of what has the fields of all of these, which are of one class: microbatches may have unlike ones."""
+    found = [form for form in forms if form is not None]
+    return replace(found[0], names=tuple(dict.fromkeys(chain(*(form.names for form in found))))) if found else None
+
+
+def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
+    """An output of a class, or of a `Form`; a criterion may have given a loss to one that has no such field."""
+    if isinstance(kind, Form):
+        return NamedOutput(kind, **values)
+    known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()
+    output = kind(**{name: value for name, value in values.items() if name in known})
+    for name in values.keys() - known:
+        output[name] = values[name]
+    return output
+
+
+def shapes_of(output: Mapping[str, Any]) -> Shapes:
+    return {
+        name: pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, value)
+        for name, value in output.items()
+        if not isinstance(value, Cache)
+    }
+
+
+def without_graph(output: Any) -> Any:
+    values = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, dict(output))
+    return output_of(form_of(output) or type(output), values)
+
+
+def refuse_hidden_tensors(output: ModelOutput) -> None:
+    """Raise NotImplementedError for an output with tensors inside an object of a class that cannot be looked into."""
+    for name, value in output.items() if isinstance(output, NamedOutput) else ():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, (torch.Tensor, Cache)) or not hasattr(leaf, "__dict__"):
+                continue
+            if any(isinstance(inner, torch.Tensor) for inner in pytree.tree_leaves(list(vars(leaf).values()))):
+                raise NotImplementedError(
+                    f"its forward returns a {type(leaf).__name__} ({name}), whose tensors cannot be followed: return "
+                    "tensors, or tuples, lists, dictionaries or one dataclass of them"
+                )
+
+
+def _with_own_loss(output: Any, loss: torch.Tensor | None) -> Any:
+    """What a module returned, with another loss in the place of its own, if it has one."""
+    own = loss_of(output)
+    if own is None or loss is None:
+        return output
+    if output is own:
+        return loss
+    if isinstance(output, (tuple, list)):
+        return type(output)(loss if entry is own else entry for entry in output)
+    if isinstance(output, Mapping):
+        return {**output, "loss": loss}
+    changed = copy.copy(output)
+    changed.loss = loss
+    return changed
 
 
 def merge_outputs(

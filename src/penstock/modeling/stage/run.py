@@ -18,9 +18,9 @@ from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import frozen_cache
-from penstock.modeling.randomness import key_of, mixed
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.random_state import key_of, mixed
 
 _NOTHING = nullcontext()
 _START = key_of("the code before the first unit")

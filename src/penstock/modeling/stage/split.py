@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from penstock.modeling.collectives import refused
-from penstock.modeling.configuration import configuration_of
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.instrumentation import known_of, record_of
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.placeholders.ghosts import (
     absent_parameters,
     guard_ghosts,
@@ -32,9 +32,9 @@ from penstock.modeling.placeholders.partial_states import mark_states
 from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.kept_state import KeptState
-from penstock.modeling.stage.named_output import Shapes, output_with_loss
+from penstock.modeling.stage.outputs import Shapes, output_with_loss
 from penstock.modeling.stage.run import StageDone, StageRun
-from penstock.modeling.weights.names import alias_groups, alias_groups_by_identity, refuse_common_memory
+from penstock.modeling.weights.whole import alias_groups, alias_groups_by_identity, refuse_common_memory
 from penstock.nested import map_tensors
 from penstock.random_state import (
     NUMPY,

@@ -18,8 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.auto_factory import _get_model_class
 
 from penstock.modeling.sharding import Sharding, ShardWriter, WeightSharding
-from penstock.modeling.weights.names import held_names, strip_foreign
-from penstock.modeling.weights.whole import leave_shards
+from penstock.modeling.weights.whole import held_names, leave_shards, strip_foreign
 
 
 class Scratch:

@@ -20,10 +20,10 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from penstock.modeling.adapters import base_of
+from penstock.modeling.libraries import base_of
 from penstock.modeling.sharding import ShardReader, WeightSharding
 from penstock.modeling.weights.initialise import drawing_for_meta
-from penstock.modeling.weights.names import held_names, strip_foreign
+from penstock.modeling.weights.whole import held_names, strip_foreign
 
 # What spreads a model over devices in another way, or needs every weight to be present.
 _REFUSED = (

@@ -1,16 +1,133 @@
-"""The unsplit model's weights, as a rank that holds a part of them knows them: names, shapes, shards."""
+"""The unsplit model's weights, as a rank knows them that holds a part: names, ties, units, shapes, shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.modeling.instrumentation import known_of, record_of
-from penstock.modeling.placeholders.ghosts import shown_whole
+from penstock.modeling.placeholders.ghosts import absent_parameters, all_parameter_names, is_ghost, shown_whole, strip
 from penstock.modeling.sharding import Sharding, WeightSharding
+
+
+def unit_of(name: str, units: Collection[str]) -> str | None:
+    """The unit that a module or tensor of this name is, or is part of; None for one outside of all units."""
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def names_in_units(model: nn.Module, units: Collection[str]) -> dict[str, str]:
+    """For every name of a module that is a unit, or a part of one, its name in that unit. A module is itself and not
+    its name: `self.last_norm = self.blocks[3].norm` is a part of `blocks.3`, wherever else it is registered."""
+    inside: dict[nn.Module, str] = {}
+    for unit in units:
+        for name, module in model.get_submodule(unit).named_modules(prefix=unit):
+            inside.setdefault(module, name)
+    everywhere = model.named_modules(remove_duplicate=False)
+    return {
+        name: inside[module] if unit_of(name, units) is None else name
+        for name, module in everywhere
+        if module in inside
+    }
+
+
+def unit_with(tensor: str, homes: Mapping[str, str], units: Collection[str]) -> str | None:
+    """The unit that holds the tensor of this name; None for one outside of all units. `homes`: `names_in_units`."""
+    module = tensor.rpartition(".")[0]
+    return unit_of(homes.get(module, module), units)
+
+
+def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
+    """Raise NotImplementedError if trained parameters of different units are not one, but views of the same memory: an
+    update of one is an update of the other, which no other stage would see."""
+    homes = names_in_units(model, units)
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.layout is torch.strided and parameter.numel():
+            start = parameter.storage_offset()
+            reach = zip(parameter.shape, parameter.stride(), strict=True)
+            end = start + sum((size - 1) * stride for size, stride in reach)
+            found.append((parameter.untyped_storage()._cdata, start, end, name))
+    common = []
+    for (memory, _, end, name), (other_memory, start, _, other) in pairwise(sorted(found)):
+        if memory == other_memory and start <= end and unit_with(name, homes, units) != unit_with(other, homes, units):
+            common.append(sorted((name, other)))
+    if common:
+        name, other = min(common)  # on all ranks the same
+        raise NotImplementedError(
+            f"{name} and {other} are two parameters with one memory, such as a weight and its transpose: stages would "
+            "update them apart. Make them one parameter, or two with memory of their own (leave out PEFT's "
+            "ensure_weight_tying)"
+        )
+
+
+def foreign_units(stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> list[str]:
+    return [unit for stage, units in enumerate(stages) if stage not in local_stages for unit in units]
+
+
+def held_names(names: Iterable[str], stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> set[str]:
+    """Those of `names` that a rank with `local_stages` holds: in its own units, or in no unit at all."""
+    foreign = set(foreign_units(stages, local_stages))
+    return {name for name in names if unit_of(name, foreign) is None}
+
+
+def strip_foreign(model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
+    """Turn the units of other stages into ghosts."""
+    local = (unit for stage in local_stages for unit in stages[stage])
+    kept = {part for unit in local for part in model.get_submodule(unit).modules()}
+    for unit in foreign_units(stages, local_stages):
+        strip(model.get_submodule(unit), kept)
+
+
+def stage_sizes(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[int]:
+    """For each stage the elements of the parameters it holds: those of its units, and those outside of all units. A
+    tied weight counts once on each stage that holds it, so the sum may exceed the model's size."""
+    units = {unit: stage for stage, names in enumerate(stages) for unit in names}
+    homes, everywhere = names_in_units(model, units), range(len(stages))
+    held: list[set[nn.Parameter]] = [set() for _ in stages]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_with(name, homes, units)
+        for stage in everywhere if unit is None else (units[unit],):
+            held[stage].add(parameter)
+    return [sum(parameter.numel() for parameter in parameters) for parameters in held]
+
+
+def alias_groups(model: nn.Module) -> list[tuple[str, ...]]:
+    """Names of the unsplit model's parameters, those that are one and the same parameter together. Identity decides;
+    where a name belongs to a ghost, transformers' own list of ties, as the parameter is not there."""
+    here = dict(model.named_parameters(remove_duplicate=False))
+    keys = {name: id(here[name]) if name in here else name for name in all_parameter_names(model)}
+    has_ghosts = any(is_ghost(module) for module in model.modules())
+    for target, source in ties_of(model).items() if has_ghosts else ():
+        if target in keys and source in keys and not (target in here and source in here):
+            merged, into = keys[target], keys[source]
+            keys = {name: into if key == merged else key for name, key in keys.items()}
+    return _grouped(keys)
+
+
+def alias_groups_by_identity(model: nn.Module) -> list[tuple[str, ...]]:
+    """`alias_groups` of a model that was split here: what its ghosts lack are the parameters themselves."""
+    held: dict[str, nn.Parameter] = dict(absent_parameters(model))
+    held.update(model.named_parameters(remove_duplicate=False))
+    return _grouped({name: id(held[name]) for name in all_parameter_names(model)})
+
+
+def _grouped(keys: Mapping[str, int | str]) -> list[tuple[str, ...]]:
+    """Names by their keys, in order."""
+    groups: dict[int | str, list[str]] = {}
+    for name, key in keys.items():
+        groups.setdefault(key, []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def ties_of(model: nn.Module) -> Mapping[str, str]:
+    """`{target: source}` of the names that transformers ties in this model."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from penstock.runtime.boundary.tensors import carried
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.labels import label
+from penstock.runtime.report import label
 
 
 class Message(IntEnum):

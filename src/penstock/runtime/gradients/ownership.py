@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.layout.layout import Layout
-from penstock.modeling.weights.names import unit_with
+from penstock.modeling.weights.whole import unit_with
 
 
 @dataclass(frozen=True)

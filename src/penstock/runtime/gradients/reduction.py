@@ -31,42 +31,8 @@ from penstock.runtime.comm.gloo import ALL_IN_TREES, wait_for_all
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.gradients.weight_gradients import knows_deferral
-from penstock.runtime.labels import label
 from penstock.runtime.loss_proxy import requires_grad
-
-
-@dataclass(frozen=True)
-class ReductionReport:
-    """What the reduction of a step cost.
-
-    Attributes:
-        num_bytes: size of the gradients.
-        intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
-            for).
-        seconds_waited: how long the step waited for them at its end.
-    """
-
-    num_bytes: int
-    intervals: tuple[tuple[float, float], ...]
-    seconds_waited: float
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.intervals)
-
-    @property
-    def seconds(self) -> float:
-        """How long any bucket was under way: the union of the intervals."""
-        total = end = 0.0
-        for start, stop in sorted(self.intervals):
-            total += max(0.0, stop - max(start, end))
-            end = max(end, stop)
-        return total
-
-    @property
-    def hidden(self) -> float:
-        """Share of the reduction's time that was hidden behind computation, between 0 and 1."""
-        return 1.0 if self.seconds <= 0 else max(0.0, 1.0 - self.seconds_waited / self.seconds)
+from penstock.runtime.report import ReductionReport, label
 
 
 class GradientReducer:

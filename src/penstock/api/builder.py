@@ -29,9 +29,8 @@ from penstock.modeling.packed_layers import mark_packed
 from penstock.nested import is_record, walkable
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.forming import facts_of, require_agreement, world_ranks
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import Values, parallelize
+from penstock.runtime.formation import Values, facts_of, parallelize, require_agreement, world_ranks
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker

@@ -1,4 +1,6 @@
-"""Adapters that PEFT has put into a model, recognised without importing PEFT."""
+"""Which library a model is of, and what that library says of it, without importing those that are optional: its
+configuration (transformers), its adapters (PEFT), whether it is one of diffusers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
+
+
+def configuration_of(model: Any) -> PretrainedConfig | None:
+    """The configuration of a model of transformers. What other models call `config` is theirs: a dictionary, a text, an
+    object that raises when it is asked for what it lacks."""
+    config = getattr(model, "config", None)
+    return config if isinstance(config, PretrainedConfig) else None
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
@@ -36,3 +46,9 @@ def modules_inside(module: nn.Module) -> Iterator[nn.Module]:
         yield child
         if not is_adapter_layer(child):
             yield from modules_inside(child)
+
+
+def of_diffusers(kind: type) -> bool:
+    """Whether a class is a model of diffusers, or finds one (`AutoModel`); without importing diffusers."""
+    names = {one.__name__ for one in kind.__mro__ if one.__module__.startswith("diffusers.")}
+    return bool(names & {"ModelMixin", "AutoModel"})
