@@ -111,7 +111,7 @@ def test_what_is_done_again_for_others_leaves_nothing_behind(tmp_path: Path) -> 
         trainer.model.eval()
         return len(trainer.state.log_history)
 
-    assert trainer._surviving(evaluate) == 1
+    assert trainer.pipelines.surviving(evaluate) == 1
     assert trainer.state.log_history == [{"eval_loss": 1.0}] and patience.early_stopping_patience_counter == 1
     assert trainer.control.should_save and not trainer.model.training
 

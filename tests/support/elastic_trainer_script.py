@@ -143,7 +143,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             block.register_forward_hook(lambda *_: here("forward"))
         trainer.train(resume_from_checkpoint=True if os.environ.get("RESUME") else None)
         trainer.save_model(str(Path(folder) / "final"))
-    changes = [] if not store else [vars(change) for change in trainer._plugin.booster.changes]
+    changes = [] if not store else [vars(change) for change in trainer.pipelines.booster.changes]
     history = [
         {k: v for k, v in one.items() if not any(word in k for word in ("runtime", "per_second"))}
         for one in trainer.state.log_history

@@ -28,7 +28,7 @@ from transformers.optimization import AdafactorSchedule
 
 import penstock
 from penstock.trainer.pipeline_trainer import PipelineTrainer, PipelineTrainerMixin
-from penstock.trainer.plugin_training import NOT_CALLED
+from penstock.trainer.plugin_pipelines import NOT_CALLED
 from tests.support.families import FAMILIES
 from tests.support.launch import run_python
 from tests.support.own_models import MappedRegression

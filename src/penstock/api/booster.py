@@ -155,7 +155,7 @@ class Booster:
             loss, outputs = evaluate_together(pipeline, batch, criterion, share_outputs=return_outputs)
         else:
             kept = []
-            for output in pipeline.train(self._inputs(batch), criterion):
+            for output in pipeline.train(self.step_inputs(batch), criterion):
                 self.backward(output.loss, optimizer)
                 if return_outputs and pipeline.context.holds_output:
                     kept.append(without_graph(output))
@@ -170,8 +170,8 @@ class Booster:
             "outputs": outputs if return_outputs else None,
         }
 
-    def _inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
-        """What the model is called with in a training step; the Trainer's integration adds to it."""
+    def step_inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
+        """What a training step calls the model with. A class of your own may add to it."""
         return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,30 @@ from unittest import mock
 
 if importlib.util.find_spec("accelerate") is None:
     raise ImportError(
-        "penstock.trainer.pipeline_trainer needs accelerate, as transformers' Trainer does: "
+        "penstock.integrations.transformers needs accelerate, as transformers' Trainer does: "
         'pip install "penstock[trainer]"'
     )
 
 import torch
 from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from penstock.api.initialize import ConfigLike, initialize
+from penstock.api.initialize import ConfigLike
 from penstock.api.plugin import HeterogeneousParallelPlugin
 from penstock.checkpoint.files import load_data
 from penstock.checkpoint.folders import TRAINING_VARIANT
 from penstock.checkpoint.manifest import manifest_name
 from penstock.checkpoint.model_methods import load_optimizer_state, save_optimizer_state
 from penstock.checkpoint.training_state import restore_object
-from penstock.config.configuration import Configuration
-from penstock.data.packed import LENGTHS, cut_packed, is_packed
-from penstock.model.pipeline_model import PipelineModel, loss_tensor
-from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
-from penstock.modeling.libraries import base_of, configuration_of
+from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
-from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK, Engine
-from penstock.trainer.accelerator import PipelineAccelerator
+from penstock.trainer.adapter import counting_alone, not_over_pipelines
 from penstock.trainer.decisions import CommonDecisions
-from penstock.trainer.plugin_training import PluginTraining
-from penstock.trainer.trl.sft import TokenMetrics, is_sft, is_sft_class, weigh_routers
+from penstock.trainer.pipelines import EqualPipelines, Pipelines
+from penstock.trainer.plugin_pipelines import PluginPipelines
+from penstock.trainer.trl import adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +61,8 @@ REFUSED_IF_SET = {
     "parallelism_config": "use parallelism=... of the Trainer",
 }
 
-# What TRL's trainers other than SFTTrainer do in their `compute_loss`, and what to do instead.
-RUNS_THE_MODEL = (
-    "it runs the model itself. Write a loop of your own, with the loss as a criterion: examples/run_dpo.py has that of "
-    "DPOTrainer, a reward model's is alike, and what GRPO and its kin train on comes from model.generate()"
-)
 
-
-def in_place_of_the_trainers(ours: Callable[..., Any], with_plugin_only: bool = False) -> Any:
+def in_place_of_the_trainers(ours: Callable[..., Any]) -> Any:
     """Makes of `ours`, a method of the mixin, the Trainer's own method of its name, for the mixin's objects. Classes
     between the mixin and the Trainer that define it, too, are called, and come to `ours` by `super()`."""
     name = ours.__name__
@@ -82,10 +70,9 @@ def in_place_of_the_trainers(ours: Callable[..., Any], with_plugin_only: bool = 
     @functools.wraps(ours)
     def entered(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
         trainers = getattr(Trainer, name)
-        is_ours = self._plugin is not None or not with_plugin_only
 
         def instead(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            return (ours if trainer is self and is_ours else trainers)(trainer, *args, **kwargs)
+            return (ours if trainer is self else trainers)(trainer, *args, **kwargs)
 
         with mock.patch.object(Trainer, name, instead):
             return getattr(super(PipelineTrainerMixin, self), name)(*args, **kwargs)
@@ -93,7 +80,15 @@ def in_place_of_the_trainers(ours: Callable[..., Any], with_plugin_only: bool = 
     return entered
 
 
-with_a_plugin_in_place_of_the_trainers = partial(in_place_of_the_trainers, with_plugin_only=True)
+def around_the_trainers(ours: Callable[..., Any]) -> Any:
+    """The same for a method that is given the Trainer's own, to be called without arguments, before its own ones."""
+    trainers = getattr(Trainer, ours.__name__)
+
+    @functools.wraps(ours)
+    def with_the_trainers(self: PipelineTrainerMixin, *args: Any) -> Any:
+        return ours(self, partial(trainers, self, *args), *args)
+
+    return in_place_of_the_trainers(with_the_trainers)
 
 
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without types
@@ -123,30 +118,24 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
     def __init__(
         self, *args: Any, parallelism: ConfigLike | HeterogeneousParallelPlugin | None = None, **kwargs: Any
     ) -> None:
-        self._plugin: PluginTraining | None = None
-        self._parallelism: Configuration | None = None
-        if isinstance(parallelism, HeterogeneousParallelPlugin):
-            self._plugin = PluginTraining(self, parallelism)
-        elif parallelism is not None:
-            self._parallelism = Configuration.from_any(parallelism)
-            if not self._parallelism.enable:
-                raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
+        self.adapter = adapter_of(type(self), PipelineTrainerMixin)(self)
+        self.pipelines: Pipelines = (
+            PluginPipelines(self, parallelism)
+            if isinstance(parallelism, HeterogeneousParallelPlugin)
+            else EqualPipelines(self, parallelism)
+        )
         if kwargs.get("peft_config") is not None and isinstance(
             args[0] if args else kwargs.get("model"), PipelineModel
         ):
-            raise _not_over_pipelines(
+            raise not_over_pipelines(
                 "peft_config", "the model is parallelised already. Give the whole model, and parallelism=... as well"
             )
-        self._refuse_own_losses()
-        super().__init__(*args, **kwargs)
+        with self.adapter.while_made():
+            super().__init__(*args, **kwargs)
         self.callback_handler = CommonDecisions(self.callback_handler, self._exchange_decisions)
         if isinstance(self.lr_scheduler, AdafactorSchedule):
             self.lr_scheduler.__class__ = _RatesOfThisRank
-        for name in ("compute_loss_func", "label_smoother"):
-            if getattr(self, name, None) is not None and not self.model_accepts_loss_kwargs:
-                raise _not_over_pipelines(
-                    name, "this model's forward takes no num_items_in_batch to divide the loss by"
-                )
+        self.adapter.begin()
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
@@ -154,63 +143,26 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         """Refuse arguments that cannot be used, parallelise the model, and set up the accelerator."""
         self._refuse_arguments()
         if self.model is None:
-            raise _not_over_pipelines("model_init", "give the model itself")
+            raise not_over_pipelines("model_init", "give the model itself")
         super().create_accelerator_and_postprocess()
-        if self.args.gradient_checkpointing and (self._plugin is not None or self._parallelism is not None):
+        if self.args.gradient_checkpointing and self.pipelines.parallelises:
             # As `train` does; the default schedule depends on it.
             self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        if self._plugin is not None:
-            self._plugin.form()
-            return
-        if self._parallelism is not None:
-            self.model = initialize(self.model, self._parallelism)
-        engine = self._engine
-        if self.model.configuration is None:
-            raise ValueError("PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's")
-        if len(engine.layout.pipelines) > 1 and not self.args.average_tokens_across_devices:
-            raise _not_over_pipelines(
-                "average_tokens_across_devices=False", "a loss is always over all pipelines' batches together"
-            )
-        # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
-        halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if self.accelerator.native_amp else {}
-        engine.autocast = halves.get(self.accelerator.mixed_precision)
-        # As in the plain Trainer, for which a batch is what one process has.
-        engine.own_means = True
-        PipelineAccelerator.take_over(self.accelerator, self.model)
-
-    @property
-    def _engine(self) -> Engine:
-        if not isinstance(self.model, PipelineModel):
-            raise ValueError(
-                'PipelineTrainer needs parallelism={"pipeline_parallel_size": ...}, or a model that '
-                "penstock.initialize() has parallelised"
-            )
-        return self.model.pipeline
+        self.pipelines.form()
 
     def _refuse_arguments(self) -> None:
-        if self._plugin is not None:
-            self._plugin.refuse(self.args)
+        self.pipelines.refuse_arguments(self.args)
+        self.adapter.refuse_arguments(self.args)
         for name, instead in REFUSED_IF_SET.items():
             if getattr(self.args, name, None):
-                raise _not_over_pipelines(name, instead)
+                raise not_over_pipelines(name, instead)
         if self.args.train_sampling_strategy == "batch_rebalance":
-            raise _not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
-        if getattr(self.args, "loss_type", None) not in (None, "nll"):
-            raise _not_over_pipelines(f"loss_type={self.args.loss_type!r}", "use compute_loss_func")
+            raise not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
         optim = getattr(self.args.optim, "value", self.args.optim)
         if any(word in optim for word in ("lomo", "layerwise")):
-            raise _not_over_pipelines(f"{optim=}", "it steps inside the backward")
+            raise not_over_pipelines(f"{optim=}", "it steps inside the backward")
         if getattr(self.args.accelerator_config, "dispatch_batches", None):
-            raise _not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
-
-    def _refuse_own_losses(self) -> None:
-        """A `compute_loss` of the user's would not be called in training."""
-        for kind in type(self).__mro__:
-            # SFTTrainer's adds metrics to the model's own loss; see TokenMetrics.
-            if kind in (PipelineTrainerMixin, Trainer) or "compute_loss" not in vars(kind) or is_sft_class(kind):
-                continue
-            instead = RUNS_THE_MODEL if kind.__module__.startswith("trl.") else "use compute_loss_func"
-            raise _not_over_pipelines(f"{kind.__name__}.compute_loss", instead)
+            raise not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
 
     @in_place_of_the_trainers
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -219,10 +171,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
     @in_place_of_the_trainers
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer's step, over all pipelines."""
-        if self._plugin is not None:
-            return self._plugin.plugin.global_batch_size
-        per_pipeline: int = self._train_batch_size * args.gradient_accumulation_steps
-        return per_pipeline * len(self._engine.layout.pipelines)
+        return self.pipelines.samples_per_step(args)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. With `resume_from_checkpoint=True` it goes on from the newest checkpoint that is whole."""
@@ -230,62 +179,46 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             resume_from_checkpoint = _newest_whole(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    @property
-    def _with_plugin(self) -> PluginTraining:
-        assert self._plugin is not None
-        return self._plugin
+    # -- a run -----------------------------------------------------------------------------------------------------
 
-    # -- with a plugin ---------------------------------------------------------------------------------------------
-
-    @with_a_plugin_in_place_of_the_trainers
-    def get_train_dataloader(self) -> Any:
-        return self._with_plugin.loader()
+    @around_the_trainers
+    def get_train_dataloader(self, own: Callable[[], Any]) -> Any:
+        return self.pipelines.loader(own)
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """With a plugin the model is parallelised here, where a process may find that it joins a run under way."""
-        found: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        place = super()._init_training_state(max_steps, steps_per_epoch, *args)
         _, checkpoint, _ = args
-        return found if self._plugin is None else self._plugin.begin(max_steps, steps_per_epoch, checkpoint)
+        return self.pipelines.begin(place, max_steps, steps_per_epoch, checkpoint)
 
-    @with_a_plugin_in_place_of_the_trainers
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        # Known to accelerate, so that no evaluation takes the time to prepare it.
-        self.model_wrapped = self.accelerator.prepare_model(self.model)
-        for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = train_dataloader
-        self.accelerator.optimizer = self.optimizer
-        return self.model, self._with_plugin.empty_batches(train_dataloader)
+    @around_the_trainers
+    def _prepare_for_training(
+        self, own: Callable[[], Any], max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        return self.pipelines.prepare(own, train_dataloader)
 
     def _run_epoch(self, **given: Any) -> None:
-        if self._plugin is not None:
-            self._plugin.begin_epoch(given["epoch"])
-            # A process that joins a run skips the steps that were made, too.
+        if self.pipelines.begin_epoch(given["epoch"]):
             given["resume_from_checkpoint"] = True
         super()._run_epoch(**given)
 
-    def _surviving(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do together outside of a step; with an elastic plugin again if a rank is lost meanwhile."""
-        return work() if self._plugin is None else self._plugin.surviving(work)
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._surviving(partial(super().evaluate, *args, **kwargs))
+        return self.pipelines.surviving(partial(super().evaluate, *args, **kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._surviving(partial(super().predict, *args, **kwargs))
+        return self.pipelines.surviving(partial(super().predict, *args, **kwargs))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's: an ordinary folder of the whole model."""
-        self._surviving(partial(super().save_model, *args, **kwargs))
+        self.pipelines.surviving(partial(super().save_model, *args, **kwargs))
 
     # -- decisions of callbacks ------------------------------------------------------------------------------------
 
     def _exchange_decisions(self, mine: Sequence[int]) -> Mapping[int, Sequence[int]]:
         def exchange() -> Mapping[int, Sequence[int]]:
-            with self._engine.together(Call.DECIDE, mine) as said:
+            with self.pipelines.engine.together(Call.DECIDE, mine) as said:
                 return said
 
-        exchanged: Mapping[int, Sequence[int]] = self._surviving(exchange)
+        exchanged: Mapping[int, Sequence[int]] = self.pipelines.surviving(exchange)
         return exchanged
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -320,12 +253,13 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._surviving(partial(super()._save_checkpoint, *args, **kwargs))
-        resume = self._engine.board.resume
+        self.pipelines.surviving(partial(super()._save_checkpoint, *args, **kwargs))
+        engine = self.pipelines.engine
+        resume = engine.board.resume
         resume.clear()
         resume["trainer"] = "trainer.train(resume_from_checkpoint=True)"
         path = os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        self._engine.recovery.note_saved(path)
+        engine.recovery.note_saved(path)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's. On a rank that has nothing to train it gets what `model.parameters()` ends with."""
@@ -344,46 +278,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        if self._plugin is not None:
-            return self._plugin.step()
-        inputs = self._prepare_inputs(inputs)
-        if self.model_accepts_loss_kwargs:
-            inputs = self._with_number(inputs, num_items_in_batch)
-        # A mean over this batch alone is averaged over those of the accumulation, and over the pipelines'.
-        batches = self.current_gradient_accumulation_steps * len(self._engine.layout.pipelines)
-        divisor = 1 if NUM_ITEMS in inputs else batches
-        metrics = self._token_metrics(inputs)
-        with self.compute_loss_context_manager():
-            loop = self._engine.train(self._cut(inputs), self._criterion)
-            for output in loop:
-                if metrics is not None:
-                    metrics.add(output, loop.inputs)
-                self.accelerator.backward(output.loss / divisor)
-        if metrics is not None:
-            metrics.note()
-        return loss_tensor(self._engine, self._engine.last_step.global_loss / divisor).to(self.args.device)
-
-    def _token_metrics(self, inputs: Mapping[str, Any]) -> TokenMetrics | None:
-        """What notes the metrics of TRL's SFTTrainer for a batch, if this is one; it then weighs routers as well."""
-        if self._plugin is not None or not is_sft(self):
-            return None
-        weigh_routers(self)
-        return TokenMetrics(self, inputs)
-
-    def _cut(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs; a packed row of sequences is split into microbatches."""
-        if not is_packed(inputs):
-            return inputs
-        inputs, engine = self._without_lengths(inputs), self._engine
-        wanted = engine.options.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
-        pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
-        return {**inputs, **pieces}
-
-    def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
-        if "flash" in str(getattr(configuration_of(self.model), "_attn_implementation", "")):
-            return inputs
-        return {name: value for name, value in inputs.items() if name not in LENGTHS}
+        return self.pipelines.step(inputs, num_items_in_batch)
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -391,51 +286,17 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         """In evaluation: the loss of this pipeline's batch. Training does not call it."""
         if torch.is_grad_enabled():
             raise RuntimeError("over pipelines compute_loss is for evaluation only: training runs in training_step")
-        inputs = self._without_lengths(inputs)
-        metrics = self._token_metrics(inputs)
-        # Not TRL's, which looks at logits for its metrics; any other is the Trainer's.
-        loss, outputs = Trainer.compute_loss(self, model, {**inputs}, True, num_items_in_batch)
-        if metrics is not None:
-            if self._engine.context.holds_output:
-                metrics.add(outputs, inputs)
-            metrics.note()
+        loss, outputs = self.adapter.evaluate(model, inputs, num_items_in_batch, return_outputs)
         return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_below(self, *args: Any, **kwargs: Any) -> Any:
+        """The `compute_loss` of the class that the mixin stands before."""
+        return super().compute_loss(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a loss is of this pipeline's batch alone."""
-        with self._alone():
+        with counting_alone(self.args):
             return super().prediction_step(*args, **kwargs)
-
-    def _alone(self) -> AbstractContextManager[Any]:
-        """Inside, the Trainer counts the labels of this pipeline's batches alone."""
-        return mock.patch.object(self.args, "average_tokens_across_devices", False)
-
-    @property
-    def _criterion(self) -> Criterion | None:
-        """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model."""
-        own = getattr(self, "compute_loss_func", None) or getattr(self, "label_smoother", None)
-        return self._own_loss if own else None
-
-    def _with_number(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
-        """The inputs of a training step with the number of labels that its loss is divided by, if it is known. Raises
-        ValueError if it is not, but the loss is not the model's own."""
-        if number is not None:
-            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(number)}
-        if self._criterion is not None and not (NUM_ITEMS in inputs and "labels" in inputs):
-            raise ValueError(
-                "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
-                f"pipelines; this one has {', '.join(inputs)}"
-            )
-        return inputs
-
-    def _own_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        if getattr(self, "compute_loss_func", None) is not None:
-            own, shifting = self.compute_loss_func, {}
-        else:
-            shifted = type(base_of(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            own, shifting = self.label_smoother, {"shift_labels": shifted}
-        loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
-        return loss
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -457,25 +318,25 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
-        save_optimizer_state(self.optimizer, self._engine, output_dir)
+        save_optimizer_state(self.optimizer, self.pipelines.engine, output_dir)
 
-    @with_a_plugin_in_place_of_the_trainers
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: with a plugin the optimizer's files hold the states."""
+    @around_the_trainers
+    def _save_rng_state(self, own: Callable[[], None], output_dir: str) -> None:
+        self.pipelines.save_random_state(own)
 
     @in_place_of_the_trainers
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
-        if self._plugin is None:  # which loads them when the pipelines stand, see `_init_training_state`
-            self._load_weights(resume_from_checkpoint)
+        self.pipelines.load_weights(resume_from_checkpoint)
 
-    def _load_weights(self, folder: str) -> None:
-        self._engine.refuse_if_over()
+    def load_weights(self, folder: str) -> None:
+        """Load the weights of this rank's stages from `folder`, which may be of a plain Trainer."""
+        self.pipelines.engine.refuse_if_over()
         self.model.load_ordinary(folder)
 
     @in_place_of_the_trainers
     def _load_best_model(self) -> None:
-        self._surviving(partial(self._load_weights, self.state.best_model_checkpoint))
+        self.pipelines.surviving(partial(self.load_weights, self.state.best_model_checkpoint))
 
     @in_place_of_the_trainers
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -490,18 +351,13 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
                 )
             logger.warning("%s has no optimizer state: training goes on with a new optimizer", checkpoint)
             return
-        load_optimizer_state(self.optimizer, self._engine, checkpoint)
+        load_optimizer_state(self.optimizer, self.pipelines.engine, checkpoint)
         path = os.path.join(checkpoint, SCHEDULER_FILE)
         restore_object(self.lr_scheduler, load_data(path), f"the scheduler's state in {path}")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Each rank's own generators if the number of ranks is the saved one; else `_load_optimizer_and_scheduler`
-        has set all ranks to the first one's."""
-        if checkpoint is None or self._plugin is not None:
-            return
-        saved = [name for name in os.listdir(checkpoint) if name.startswith("rng_state")]
-        if len(saved) == self.args.world_size:
-            super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.pipelines.load_random_state(partial(super()._load_rng_state, checkpoint), checkpoint)
 
 
 class PipelineTrainer(PipelineTrainerMixin):
@@ -518,10 +374,6 @@ class _RatesOfThisRank(AdafactorSchedule):  # type: ignore[misc]  # a library wi
             first = next((one for one in group["params"] if one.grad is not None), None)
             rates.append(base if first is None else optimizer._get_lr(group, optimizer.state[first]))
         return rates
-
-
-def _not_over_pipelines(name: str, instead: str) -> ValueError:
-    return ValueError(f"{name} does not work over pipelines: {instead}")
 
 
 def _newest_whole(folder: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What TRL's SFTTrainer logs besides the loss: figures made from logits, which are on the last stage only."""
+"""TRL's SFTTrainer. It logs figures besides the loss that are made from logits, which are on the last stage only."""
 
 from __future__ import annotations
 
@@ -7,40 +7,46 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
+from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
 PART = 1 << 24
 IGNORED = -100
 
 
-def is_sft(trainer: Any) -> bool:
-    """Whether a trainer is TRL's SFTTrainer, or derived from it. Imports nothing of TRL."""
-    return any(is_sft_class(kind) for kind in type(trainer).__mro__)
+class SFT(TrainerAdapter):
+    """SFTTrainer: the model's own loss, with the figures of `TokenMetrics`. It runs the model without TRL's fused head,
+    whose loss it is."""
 
+    trainer_class = "SFTTrainer"
 
-def is_sft_class(kind: type) -> bool:
-    """Whether `kind` is the class SFTTrainer itself."""
-    return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
+    def refuse_arguments(self, args: TrainingArguments) -> None:
+        super().refuse_arguments(args)
+        if args.loss_type not in (None, "nll"):
+            raise not_over_pipelines(f"loss_type={args.loss_type!r}", "use compute_loss_func")
 
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        self._weigh_routers()
+        return TokenMetrics(self.trainer, inputs)
 
-def weigh_routers(trainer: Any) -> None:
-    """Let the model weigh the routers' loss of a mixture of experts as TRL does: averaged over a step's batches."""
-    if not getattr(trainer, "aux_loss_enabled", False):
-        return
-    batches = 1
-    if torch.is_grad_enabled():
-        batches = trainer.current_gradient_accumulation_steps * len(trainer._engine.layout.pipelines)
-    for module in trainer.model.modules():
-        if hasattr(module, "router_aux_loss_coef"):
-            module.router_aux_loss_coef = trainer.router_aux_loss_coef / batches
+    def _weigh_routers(self) -> None:
+        """Let the model weigh the routers' loss of a mixture of experts as TRL does: averaged over a step's batches."""
+        trainer = self.trainer
+        if not getattr(trainer, "aux_loss_enabled", False):
+            return
+        batches = self.divisor({}) if torch.is_grad_enabled() else 1
+        for module in trainer.model.modules():
+            if hasattr(module, "router_aux_loss_coef"):
+                module.router_aux_loss_coef = trainer.router_aux_loss_coef / batches
 
 
 class TokenMetrics:
     """The figures of one batch of a pipeline, and `aux_loss` of a mixture of experts."""
 
-    def __init__(self, trainer: Any, inputs: Mapping[str, Any]):
+    def __init__(self, trainer: Trainer, inputs: Mapping[str, Any]) -> None:
         self._trainer = trainer
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         # As TRL counts them: a packed row has no mask.
@@ -64,7 +70,7 @@ class TokenMetrics:
         """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
         trainer = self._trainer
         own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
-        engine, state = trainer._engine, trainer.accelerator.gradient_state
+        engine, state = trainer.pipelines.engine, trainer.accelerator.gradient_state
         every = torch.zeros(len(engine.layout.pipelines), len(own), dtype=torch.float64)
         every[engine.place.pipeline] = torch.tensor(own, dtype=torch.float64)
         every = torch.tensor(engine.sum_over_pipelines(every.flatten().tolist()), dtype=every.dtype).view(every.shape)

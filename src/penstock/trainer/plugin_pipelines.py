@@ -1,4 +1,4 @@
-"""The Trainer over a plugin's pipelines: of different depth, and with `elastic=` changing while it trains.
+"""A Trainer over a plugin's pipelines: of different depth, and with `elastic=` changing while it trains.
 
 A step is the Booster's; all else stays the Trainer's own. As a step takes its batch itself, and takes it again if a
 rank is lost meanwhile, the Trainer's loop goes over empty batches.
@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
-from transformers import ProgressCallback, Trainer, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from penstock.api.booster import Booster
@@ -27,6 +27,8 @@ from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.trainer.accelerator import PipelineAccelerator
+from penstock.trainer.adapter import Figures, NoFigures, counting_alone
+from penstock.trainer.pipelines import Pipelines, T
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
 REFUSED_IF_SET = {
@@ -56,38 +58,37 @@ _OWN_LOADER = ValueError(
 class CountingBooster(Booster):
     """Adds to each global batch its number of labels, as a Trainer counts them."""
 
-    def __init__(self, trainer: Any, plugin: HeterogeneousParallelPlugin) -> None:
-        super().__init__(plugin)
-        self._trainer = trainer
+    def __init__(self, pipelines: PluginPipelines) -> None:
+        super().__init__(pipelines.plugin)
+        self._pipelines = pipelines
 
-    def _inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
+    def step_inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
         """The batch, and the labels of the whole global batch, which its loss is divided by."""
-        trainer, engine, number = self._trainer, self._trainer._engine, None
+        trainer, engine, number = self._pipelines.trainer, self._pipelines.engine, None
         if "labels" in batch and trainer.model_accepts_loss_kwargs:
             # The Trainer's own rule, for each microbatch: a collator may have shifted some.
-            with trainer._alone():
+            with counting_alone(trainer.args):
                 counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
             if None not in counted:
                 with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
                     total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
                 number = torch.tensor(total, device=engine.device)
-        inputs: Mapping[str, Any] = trainer._with_number(batch, number)
-        return inputs
+        return self._pipelines.adapter.with_number(batch, number)
 
 
-class PluginTraining:
-    """What a Trainer does differently when its `parallelism` is a plugin."""
+class PluginPipelines(Pipelines):
+    """The pipelines of a plugin."""
 
-    def __init__(self, trainer: Any, plugin: HeterogeneousParallelPlugin) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, plugin: HeterogeneousParallelPlugin) -> None:
+        super().__init__(trainer)
+        self.adapter.refuse_plugin()
         self.plugin = plugin
-        self.booster = CountingBooster(trainer, plugin)
+        self.booster = CountingBooster(self)
         self._loader: HeterogeneousDataLoader | None = None
         self._sums: tuple[float, float, int, int] | None = None  # of the logs, on a process that has joined
         self._batches: Batches | None = None  # of the epoch under way
 
-    def refuse(self, args: Any) -> None:
-        """Raise ValueError for arguments that cannot be used with a plugin."""
+    def refuse_arguments(self, args: TrainingArguments) -> None:
         plugin = self.plugin
         refused = {name: instead for name, instead in REFUSED_IF_SET.items() if getattr(args, name, None)}
         if args.gradient_accumulation_steps != 1:
@@ -115,8 +116,11 @@ class PluginTraining:
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
+    @property
+    def parallelises(self) -> bool:
+        return True
+
     def form(self) -> None:
-        """Parallelise the model now, if the pipelines are known."""
         if self.plugin.settings.elastic is None:
             self.trainer.model = self.plugin.configure(self.trainer.model)[0]
             self._take_over()
@@ -124,8 +128,13 @@ class PluginTraining:
     def _take_over(self) -> None:
         PipelineAccelerator.take_over(self.trainer.accelerator, self.trainer.model)
 
-    def loader(self) -> HeterogeneousDataLoader:
-        """A loader of the training data, in the order of the plugin's own sampler."""
+    def samples_per_step(self, args: TrainingArguments) -> int:
+        return self.plugin.global_batch_size
+
+    # -- a run -----------------------------------------------------------------------------------------------------
+
+    def loader(self, own: Callable[[], Any]) -> HeterogeneousDataLoader:
+        """In the order of the plugin's own sampler."""
         trainer, args = self.trainer, self.trainer.args
         dataset, collate = trainer.train_dataset, trainer.data_collator
         if dataset is None:
@@ -147,27 +156,29 @@ class PluginTraining:
         )
         return self._loader
 
-    def begin(self, max_steps: int, steps_per_epoch: int, checkpoint: str | None) -> tuple[int, int]:
-        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load the checkpoint that training
-        goes on from, unless this process joins a run. Returns the epoch, and the step in it, to begin with."""
+    def begin(
+        self, place: tuple[int, int], max_steps: int, steps_per_epoch: int, folder: str | None
+    ) -> tuple[int, int]:
+        """Make optimizer and scheduler, with `elastic=` meet the other processes, and load the checkpoint, unless this
+        process joins a run."""
         loader = self._loader
         if loader is None:
             raise _OWN_LOADER
         self._boost(loader, max_steps)
         if self.joined:  # epochs may have been stopped before their end
-            place = loader.state_dict()
-            return place["epoch"], -(-place["position"] // loader.global_batch_size)
+            joined = loader.state_dict()
+            return joined["epoch"], -(-joined["position"] // loader.global_batch_size)
         trainer, run = self.trainer, self.plugin.run
         epoch, step = divmod(trainer.state.global_step, steps_per_epoch)
 
         def load() -> int:
-            trainer._load_weights(checkpoint)
-            trainer._load_optimizer_and_scheduler(checkpoint)
+            trainer.load_weights(folder)
+            trainer._load_optimizer_and_scheduler(folder)
             position = step * loader.global_batch_size
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "position": position})
             return int(trainer.state.global_step)
 
-        if checkpoint is not None:
+        if folder is not None:
             if run is None:
                 load()
             else:
@@ -241,7 +252,17 @@ class PluginTraining:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def empty_batches(self, found: Any) -> DataLoader[dict[str, Any]]:
+    def prepare(self, own: Callable[[], tuple[Any, Any]], loader: Any) -> tuple[Any, Any]:
+        trainer = self.trainer
+        # Known to accelerate, so that no evaluation takes the time to prepare it.
+        trainer.model_wrapped = trainer.accelerator.prepare_model(trainer.model)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(trainer.callback_handler, name, getattr(trainer, name))
+        trainer.callback_handler.train_dataloader = loader
+        trainer.accelerator.optimizer = trainer.optimizer
+        return trainer.model, self._empty_batches(loader)
+
+    def _empty_batches(self, found: Any) -> DataLoader[dict[str, Any]]:
         """What the Trainer's loop goes over: an empty batch for each step of an epoch. It can skip the first ones.
         `found`: what `get_train_dataloader` returned."""
         if self._loader is None or found is not self._loader:
@@ -250,8 +271,7 @@ class PluginTraining:
         # With a generator of its own it draws nothing from the user's random stream.
         return DataLoader(steps, collate_fn=lambda samples: samples[0], generator=torch.Generator())
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Go to where an epoch begins here, or goes on."""
+    def begin_epoch(self, epoch: int) -> bool:
         trainer, loader = self.trainer, self._loader
         assert loader is not None
         if self._sums is not None:
@@ -260,17 +280,22 @@ class PluginTraining:
             trainer._total_loss_scalar, self._sums = total, None
         loader.set_epoch(epoch)
         self._batches = iter(loader)
+        return True  # a process that joins a run has loaded none
 
-    def step(self) -> torch.Tensor:
-        """Forward and backward of the next global batch. Returns its loss, on every rank: ()."""
-        trainer = self.trainer
+    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+        """A step on the next global batch; the Trainer's own batches are empty."""
         assert self._batches is not None
-        loss: torch.Tensor = self.booster.execute_pipeline(self._batches, trainer.model, trainer._criterion)["loss"]
+        done = self.booster.execute_pipeline(self._batches, self.trainer.model, self.adapter.criterion)
+        loss: torch.Tensor = done["loss"]
         return loss
 
-    def surviving(self, work: Callable[[], Any]) -> Any:
-        """Do what all ranks do between steps, and end together; with `elastic=` again after one was lost meanwhile. Who
-        had done it already does it again for the others' sake: logs, callbacks and decisions stay as they were."""
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        """None: a step or an evaluation may be made again."""
+        return NoFigures()
+
+    def surviving(self, work: Callable[[], T]) -> T:
+        """With `elastic=` all ranks end it together, and do it again after one was lost meanwhile. Who had done it
+        already does it again for the others' sake: logs, callbacks and decisions stay as they were."""
         run = self.plugin.run
         if self.plugin.settings.elastic is None:
             return work()
@@ -279,9 +304,9 @@ class PluginTraining:
         if run.performing:
             return work()
         engine, begin = run.engine, self._snapshot()
-        done: list[Any] = []
+        done: list[T] = []
 
-        def once() -> Any:
+        def once() -> T:
             now = self._snapshot()
             if not done:
                 self._restore(begin)
@@ -294,7 +319,8 @@ class PluginTraining:
             done.append(result)
             return result
 
-        return run.do(once)
+        found: T = run.do(once)
+        return found
 
     def _snapshot(self) -> tuple[Any, ...]:
         """What an evaluation or a save changes besides the model and files."""
@@ -313,3 +339,14 @@ class PluginTraining:
         for callback, values in callbacks.items():
             vars(callback).update(values)
         trainer.model.train(training)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def load_weights(self, folder: str) -> None:
+        """Do nothing: `begin` loads them when the pipelines stand."""
+
+    def save_random_state(self, own: Callable[[], None]) -> None:
+        """Do nothing: the optimizer's files hold the states."""
+
+    def load_random_state(self, own: Callable[[], None], folder: str) -> None:
+        """Do nothing: they come with the optimizer's."""

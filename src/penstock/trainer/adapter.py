@@ -1,0 +1,178 @@
+"""What one kind of Trainer computes and logs in a step and in an evaluation, over whatever pipelines.
+
+`TrainerAdapter` is that of transformers' own `Trainer`. A trainer of TRL with a loss or figures of its own has a class
+in `penstock.trainer.trl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol
+from unittest import mock
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from penstock.data.packed import LENGTHS, cut_packed, is_packed
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion
+from penstock.modeling.libraries import base_of, configuration_of
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK, Engine
+
+
+def not_over_pipelines(name: str, instead: str) -> ValueError:
+    """The error for what a Trainer can do alone, and what to do instead."""
+    return ValueError(f"{name} does not work over pipelines: {instead}")
+
+
+def counting_alone(args: TrainingArguments) -> AbstractContextManager[Any]:
+    """Inside, a Trainer with these arguments counts the labels of its own pipeline's batches alone."""
+    counting: AbstractContextManager[Any] = mock.patch.object(args, "average_tokens_across_devices", False)
+    return counting
+
+
+class Figures(Protocol):
+    """What a trainer logs of one batch of a pipeline besides the loss."""
+
+    def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        """Take what there is to see in the outputs for some inputs: of a microbatch, or of the whole batch. Ranks
+        without the last stage have outputs without logits."""
+
+    def note(self) -> None:
+        """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
+
+
+class NoFigures:
+    """Of a trainer that logs nothing besides the loss."""
+
+    def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        pass
+
+    def note(self) -> None:
+        pass
+
+
+class TrainerAdapter:
+    """What transformers' Trainer computes: the model's own loss, that of `compute_loss_func`, or a smoothed one.
+
+    It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order.
+
+    Attributes:
+        trainer_class: the name of the class, of TRL, that this adapter is for.
+    """
+
+    trainer_class: ClassVar[str] = ""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def engine(self) -> Engine:
+        engine: Engine = self.trainer.pipelines.engine
+        return engine
+
+    def while_made(self) -> AbstractContextManager[None]:
+        """Around the Trainer's own `__init__`."""
+        return nullcontext()
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def refuse_plugin(self) -> None:
+        """Raise ValueError if this trainer cannot train over a plugin's pipelines."""
+
+    def refuse_arguments(self, args: TrainingArguments) -> None:
+        """Raise ValueError for arguments that this trainer alone has, and that cannot be used over pipelines. The model
+        is not parallelised yet, and no rank waits for another."""
+
+    def begin(self) -> None:
+        """Take up the trainer, whose own `__init__` is through."""
+        for name in ("compute_loss_func", "label_smoother"):
+            if getattr(self.trainer, name, None) is not None and not self.trainer.model_accepts_loss_kwargs:
+                raise not_over_pipelines(name, "this model's forward takes no num_items_in_batch to divide the loss by")
+
+    # -- a training step -------------------------------------------------------------------------------------------
+
+    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+        """What a training step on this pipeline's batch calls the model with.
+
+        Args:
+            inputs: the batch, as the Trainer has prepared it.
+            number: of the labels in all batches that one optimizer step takes, if the Trainer has counted them.
+        """
+        if self.trainer.model_accepts_loss_kwargs:
+            inputs = self.with_number(inputs, number)
+        return self._cut(inputs)
+
+    @property
+    def criterion(self) -> Criterion | None:
+        """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model."""
+        own = getattr(self.trainer, "compute_loss_func", None) or getattr(self.trainer, "label_smoother", None)
+        return self._own_loss if own else None
+
+    def divisor(self, inputs: Mapping[str, Any]) -> int:
+        """By what a step's losses are divided. A mean over its batch alone is averaged over the batches of the
+        accumulation, and over the pipelines'."""
+        batches: int = self.trainer.current_gradient_accumulation_steps * len(self.engine.layout.pipelines)
+        return 1 if NUM_ITEMS in inputs else batches
+
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        """What is logged of a batch, as the Trainer has prepared it, besides the loss. It is asked after
+        `step_inputs`."""
+        return NoFigures()
+
+    def with_number(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+        """The inputs of a training step with the number of labels that its loss is divided by, if it is known. Raises
+        ValueError if it is not, but the loss is not the model's own."""
+        if number is not None:
+            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(number)}
+        if self.criterion is not None and not (NUM_ITEMS in inputs and "labels" in inputs):
+            raise ValueError(
+                "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
+                f"pipelines; this one has {', '.join(inputs)}"
+            )
+        return inputs
+
+    def _own_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        if getattr(self.trainer, "compute_loss_func", None) is not None:
+            own, shifting = self.trainer.compute_loss_func, {}
+        else:
+            shifted = type(base_of(self.trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            own, shifting = self.trainer.label_smoother, {"shift_labels": shifted}
+        loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
+        return loss
+
+    def _cut(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs; a packed row of sequences is split into microbatches."""
+        if not is_packed(inputs):
+            return inputs
+        inputs, engine = self._without_lengths(inputs), self.engine
+        wanted = engine.options.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
+        pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
+        return {**inputs, **pieces}
+
+    def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs without what only kernels of flash attention read: it would make another plan for each batch."""
+        if "flash" in str(getattr(configuration_of(self.trainer.model), "_attn_implementation", "")):
+            return inputs
+        return {name: value for name, value in inputs.items() if name not in LENGTHS}
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Any],
+        number: torch.Tensor | int | None,
+        return_outputs: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        """The loss of this pipeline's batch, and the model's outputs for it, at least if `return_outputs`, without
+        gradients."""
+        inputs = self._without_lengths(inputs)
+        figures: Figures = self.trainer.pipelines.figures(inputs)
+        # Not that of the trainer's class, which may look at logits for its figures.
+        loss, outputs = Trainer.compute_loss(self.trainer, model, {**inputs}, True, number)
+        if self.engine.context.holds_output:
+            figures.add(outputs, inputs)
+        figures.note()
+        return loss, outputs

@@ -1,0 +1,199 @@
+"""Over which pipelines a Trainer trains: `EqualPipelines`, each of as many stages, or a plugin's.
+
+The mixin asks its `pipelines` wherever these differ, and nowhere whether it has a plugin."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from penstock.api.initialize import ConfigLike, initialize
+from penstock.config.configuration import Configuration
+from penstock.model.pipeline_model import PipelineModel, loss_tensor
+from penstock.runtime.engine import Engine
+from penstock.trainer.accelerator import PipelineAccelerator
+from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+
+T = TypeVar("T")
+
+
+class Pipelines(ABC):
+    """What a Trainer does differently for the pipelines that it trains over. Every rank makes every call.
+
+    Where a method is given `own`, that is the Trainer's own method of the same purpose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    @property
+    def adapter(self) -> TrainerAdapter:
+        adapter: TrainerAdapter = self.trainer.adapter
+        return adapter
+
+    @property
+    def engine(self) -> Engine:
+        """That of the parallelised model."""
+        if not isinstance(self.trainer.model, PipelineModel):
+            raise ValueError(
+                'PipelineTrainer needs parallelism={"pipeline_parallel_size": ...}, or a model that '
+                "penstock.initialize() has parallelised"
+            )
+        return self.trainer.model.pipeline
+
+    # -- forming ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def refuse_arguments(self, args: TrainingArguments) -> None:
+        """Raise ValueError for arguments that cannot be used. No rank waits for another yet."""
+
+    @property
+    @abstractmethod
+    def parallelises(self) -> bool:
+        """Whether these pipelines are still to be formed, of a whole model."""
+
+    @abstractmethod
+    def form(self) -> None:
+        """Parallelise the Trainer's model, if its pipelines are known, and set up its accelerator."""
+
+    @abstractmethod
+    def samples_per_step(self, args: TrainingArguments) -> int:
+        """Samples in an optimizer's step, over all pipelines."""
+
+    # -- a run -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def loader(self, own: Callable[[], Any]) -> Any:
+        """The loader of the training data."""
+
+    @abstractmethod
+    def begin(
+        self, place: tuple[int, int], max_steps: int, steps_per_epoch: int, folder: str | None
+    ) -> tuple[int, int]:
+        """Be ready to train from the checkpoint in `folder`, or from the start. Returns the epoch, and the batch in it,
+        to begin with: `place` by the Trainer's own account."""
+
+    @abstractmethod
+    def prepare(self, own: Callable[[], tuple[Any, Any]], loader: Any) -> tuple[Any, Any]:
+        """The model to train, and what the Trainer's loop over an epoch goes over."""
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int) -> bool:
+        """Go to where an epoch begins here, or goes on. Returns whether the Trainer must skip the steps that were made
+        before, although it has loaded no checkpoint."""
+
+    @abstractmethod
+    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+        """Forward and backward of a batch. Returns its loss over all pipelines, on every rank: ()."""
+
+    @abstractmethod
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        """What is logged of a batch, as the Trainer has prepared it, besides the loss."""
+
+    @abstractmethod
+    def surviving(self, work: Callable[[], T]) -> T:
+        """Do what all ranks do together outside of a step."""
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load_weights(self, folder: str) -> None:
+        """Load the weights of a checkpoint, where the Trainer does."""
+
+    @abstractmethod
+    def save_random_state(self, own: Callable[[], None]) -> None:
+        """Save the states of the random generators."""
+
+    @abstractmethod
+    def load_random_state(self, own: Callable[[], None], folder: str) -> None:
+        """Load what `save_random_state` saved."""
+
+
+class EqualPipelines(Pipelines):
+    """Pipelines of as many stages each: those of `parallelism`, or of a model that is parallelised already."""
+
+    def __init__(self, trainer: Trainer, parallelism: ConfigLike | None) -> None:
+        super().__init__(trainer)
+        self._parallelism = None if parallelism is None else Configuration.from_any(parallelism)
+        if self._parallelism is not None and not self._parallelism.enable:
+            raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
+
+    def refuse_arguments(self, args: TrainingArguments) -> None:
+        pass
+
+    @property
+    def parallelises(self) -> bool:
+        return self._parallelism is not None
+
+    def form(self) -> None:
+        trainer = self.trainer
+        if self._parallelism is not None:
+            trainer.model = initialize(trainer.model, self._parallelism)
+        engine = self.engine
+        if trainer.model.configuration is None:
+            raise ValueError("PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's")
+        if len(engine.layout.pipelines) > 1 and not trainer.args.average_tokens_across_devices:
+            raise not_over_pipelines(
+                "average_tokens_across_devices=False", "a loss is always over all pipelines' batches together"
+            )
+        # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if trainer.accelerator.native_amp else {}
+        engine.autocast = halves.get(trainer.accelerator.mixed_precision)
+        # As in the plain Trainer, for which a batch is what one process has.
+        engine.own_means = True
+        PipelineAccelerator.take_over(trainer.accelerator, trainer.model)
+
+    def samples_per_step(self, args: TrainingArguments) -> int:
+        per_pipeline: int = self.trainer._train_batch_size * args.gradient_accumulation_steps
+        return per_pipeline * len(self.engine.layout.pipelines)
+
+    def loader(self, own: Callable[[], Any]) -> Any:
+        return own()
+
+    def begin(
+        self, place: tuple[int, int], max_steps: int, steps_per_epoch: int, folder: str | None
+    ) -> tuple[int, int]:
+        return place
+
+    def prepare(self, own: Callable[[], tuple[Any, Any]], loader: Any) -> tuple[Any, Any]:
+        return own()
+
+    def begin_epoch(self, epoch: int) -> bool:
+        return False
+
+    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+        trainer, adapter, engine = self.trainer, self.adapter, self.engine
+        batch = trainer._prepare_inputs(inputs)
+        inputs = adapter.step_inputs(batch, number)
+        divisor, figures = adapter.divisor(inputs), self.figures(batch)
+        with trainer.compute_loss_context_manager():
+            loop = engine.train(inputs, adapter.criterion)
+            for output in loop:
+                figures.add(output, loop.inputs)
+                trainer.accelerator.backward(output.loss / divisor)
+        figures.note()
+        return loss_tensor(engine, engine.last_step.global_loss / divisor).to(trainer.args.device)
+
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        return self.adapter.figures(inputs)
+
+    def surviving(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def load_weights(self, folder: str) -> None:
+        self.trainer.load_weights(folder)
+
+    def save_random_state(self, own: Callable[[], None]) -> None:
+        own()
+
+    def load_random_state(self, own: Callable[[], None], folder: str) -> None:
+        """Each rank's own generators if the number of ranks is the saved one; else `load_optimizer_state` has set all
+        ranks to the first one's."""
+        saved = [name for name in os.listdir(folder) if name.startswith("rng_state")]
+        if len(saved) == self.trainer.args.world_size:
+            own()
