@@ -64,7 +64,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     if page.file.src_uri.startswith("benchmarks/"):
         return re.sub(r"\]\(\.\./\.\./docs/", "](../../", markdown)
-    return re.sub(r"\]\(\.\./", "](", markdown)
+    depth = page.file.src_uri.count("/")  # the root of the repository is one folder above docs/
+    return re.sub(r"\]\((?:\.\./){%d}" % (depth + 1), "](" + "../" * depth, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

@@ -1,7 +1,7 @@
 """The documentation does what it says: its code runs, its commands parse, its links lead somewhere.
 
-Every Python block of README.md and docs/*.md is run, beside a local folder called "gpt2"; tests/docs/pages.txt has what
-the blocks take for granted, and what is to hold after them.
+Every Python block of README.md, docs/*.md and docs/from/*.md is run, beside a local folder called "gpt2";
+tests/docs/pages.txt has what the blocks take for granted, and what is to hold after them.
 """
 
 import contextlib
@@ -38,8 +38,10 @@ from tests.support.local_hub import local_hub
 from tests.support.pool import Pool
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FROM = sorted((ROOT / "docs/from").glob("*.md"))  # a user of another tool reads one of them
+ALL_PAGES = [*PAGES, *FROM]
 QUIET: Any = {"warnings": False}
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+LINKING = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
 
 
 # ---------------------------------------------------------------- reading a page
@@ -113,6 +115,8 @@ class Run:
     Attributes:
         before, after: code around the blocks: what their reader has by then, and what the page says is true then.
         num_layers: of the model that is called "gpt2".
+        needs: a library that is not installed for the tests; without it the blocks are only compiled.
+        goes_on: in the folder of the run above.
     """
 
     page: str
@@ -121,6 +125,8 @@ class Run:
     before: str
     after: str
     num_layers: int
+    needs: str | None
+    goes_on: bool
 
     def __str__(self) -> str:
         return f"{self.page}: {', '.join(self.headings)}"
@@ -149,6 +155,10 @@ def assert_trained(folder):
     trained, start = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, "gpt2"))
     for name, parameter in trained.named_parameters():
         assert torch.isfinite(parameter).all() and not torch.equal(parameter, start.get_parameter(name)), name
+def assert_alike(first, second):
+    """What two folders hold computes the same; Adam makes steps of the noise in gradients that are zero."""
+    first, second = (AutoModelForCausalLM.from_pretrained(folder)(**batch_of(4)).logits for folder in (first, second))
+    assert torch.allclose(first, second, atol=1e-4), (first - second).abs().max()
 def assert_equal(folder, model):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():
@@ -166,16 +176,19 @@ def runs() -> Iterator[Run]:
         before, after = f"\n{code}\n".split("\n...\n")
         tools = "" if "whole script" in options else TOOLS
         ranks, layers = numbers.get("ranks", 2), numbers.get("layers", 4)
-        yield Run(page, tuple(headings.split("; ")), ranks, tools + before, TOOLS + after, layers)
+        needs = next((option.removeprefix("needs ") for option in options if option.startswith("needs ")), None)
+        names = tuple(headings.split("; "))
+        yield Run(page, names, ranks, tools + before, TOOLS + after, layers, needs, "goes on" in options)
 
 
 RUNS = list(runs())
+FIRST = [index for index, run in enumerate(RUNS) if not run.goes_on]
 
 
 def test_every_python_block_is_run() -> None:
     written = {
         (str(page.relative_to(ROOT)), block.heading)
-        for page in PAGES
+        for page in ALL_PAGES
         for block in blocks_of(page)
         if block.language == "python"
     }
@@ -184,7 +197,7 @@ def test_every_python_block_is_run() -> None:
 
 def test_every_other_block_is_checked_by_its_language() -> None:
     """Commands are parsed below; a block without a language is what something printed."""
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*ALL_PAGES, ROOT / "CONTRIBUTING.md"]:
         python = [block.text.splitlines() for block in blocks_of(page) if block.language == "python"]
         for block in blocks_of(page):
             match block.language:
@@ -212,20 +225,25 @@ def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return folders
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("first", FIRST, ids=lambda first: str(RUNS[first]))
 def test_python_blocks_run_and_do_what_the_page_says(
-    run: Run, hubs: dict[int, Path], pool: Pool, tmp_path: Path
+    first: int, hubs: dict[int, Path], pool: Pool, tmp_path: Path
 ) -> None:
-    hub = hubs[run.num_layers]
+    hub = hubs[RUNS[first].num_layers]
     for name in ("gpt2", "squad"):
         (tmp_path / name).symlink_to(hub / name)
-    for block in blocks_of(ROOT / run.page):
+    for block in blocks_of(ROOT / RUNS[first].page):
         if block.language == "json":  # named by a comment in its first line
             (tmp_path / block.text.splitlines()[0].removeprefix("// ")).write_text(block.text)
-    pieces = [(str(block.page), block.line, block.text) for block in run.blocks]
-    pieces = [("before", 1, run.before), *pieces, ("after", 1, run.after)]
     environment = {"HF_HOME": str(hub / "cache"), "HF_HUB_OFFLINE": "1"}
-    pool.run(run.ranks, run_code, pieces, tmp_path, init=False, timeout=120, environment=environment)
+    for run in (RUNS[first], *itertools.takewhile(lambda run: run.goes_on, RUNS[first + 1 :])):
+        pieces = [(str(block.page), block.line, block.text) for block in run.blocks]
+        if run.needs and importlib.util.find_spec(run.needs) is None:
+            for file, _, text in pieces:
+                compile(text, file, "exec")
+            pieces = []
+        pieces = [("before", 1, run.before), *pieces, ("after", 1, run.after)]
+        pool.run(run.ranks, run_code, pieces, tmp_path, init=False, timeout=120, environment=environment)
 
 
 def run_code(pieces: list[tuple[str, int, str]], folder: Path) -> None:
@@ -247,7 +265,7 @@ FOREIGN = {"git", "cd", "export", "sinfo", "gcloud", "deepspeed", "mpirun"}
 def commands() -> list[tuple[str, list[str]]]:
     """All commands in console and bash blocks and in inline code, each with where it stands, in words."""
     found = []
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*ALL_PAGES, ROOT / "CONTRIBUTING.md"]:
         for block in blocks_of(page):
             if block.language in ("console", "bash"):
                 text = block.text.replace("\\\n", " ")
@@ -358,7 +376,7 @@ def test_the_navigation_has_every_page_once() -> None:
         r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("not_in_nav")[0]
     )
     assert len(nav) == len(set(nav))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= set(nav)
+    assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} <= set(nav)
 
 
 def test_the_site_needs_no_network() -> None:
@@ -371,7 +389,7 @@ def test_code_is_at_most_88_columns_wide() -> None:
     """As much as the site shows beside its navigation in a window of 1400 pixels."""
     wide = [
         f"{page.name}:{block.line + number}: {line}"
-        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for page in [*ALL_PAGES, ROOT / "CONTRIBUTING.md"]
         for block in blocks_of(page)
         for number, line in enumerate(block.text.splitlines())
         if len(line) > 88
@@ -382,6 +400,14 @@ def test_code_is_at_most_88_columns_wide() -> None:
 def test_the_pages_have_at_most_30000_words() -> None:
     """Say each thing once, and link it."""
     assert sum(len(page.read_text().split()) for page in PAGES) <= 30_000
+
+
+@pytest.mark.parametrize("page", FROM, ids=lambda page: page.stem)
+def test_a_page_for_those_who_come_from_another_tool_is_short_and_says_all(page: Path) -> None:
+    """It has at most 900 words, code included, and the same headings as the others."""
+    headings = [line.removeprefix("## ") for _, line in prose_of(page) if line.startswith("## ")]
+    assert headings[-3:] == ["What you gain", "What you lose", "Moving a checkpoint"]
+    assert len(page.read_text().split()) <= 900
 
 
 # ---------------------------------------------------------------- the first page
@@ -497,7 +523,7 @@ def test_headings_of_troubleshooting_are_words_of_errors() -> None:
         assert all(part in source for part in parts), heading
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
     for number, span in spans_of(page):
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
