@@ -41,7 +41,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FROM = sorted((ROOT / "docs/from").glob("*.md"))  # a user of another tool reads one of them
 ALL_PAGES = [*PAGES, *FROM]
 QUIET: Any = {"warnings": False}
-LINKING = [*ALL_PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks/results").glob("*.md"))]
+LINKING = [
+    *ALL_PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "benchmarks/results").glob("*.md")),
+]
 
 
 # ---------------------------------------------------------------- reading a page
@@ -156,7 +161,7 @@ def assert_trained(folder):
     for name, parameter in trained.named_parameters():
         assert torch.isfinite(parameter).all() and not torch.equal(parameter, start.get_parameter(name)), name
 def assert_alike(first, second):
-    """What two folders hold computes the same; Adam makes steps of the noise in gradients that are zero."""
+    # not the weights: Adam makes steps of the noise in gradients that are zero
     first, second = (AutoModelForCausalLM.from_pretrained(folder)(**batch_of(4)).logits for folder in (first, second))
     assert torch.allclose(first, second, atol=1e-4), (first - second).abs().max()
 def assert_equal(folder, model):

@@ -16,6 +16,7 @@ from tests.support.emulated_gpu.emulated_ranks import (
     REAL,
     Case,
     evaluate_and_generate,
+    refused_on_two_devices,
     save_and_load,
     told_of_unlike_copies,
     train,
@@ -134,3 +135,8 @@ def test_a_saved_model_loads_on_gpus_and_in_one_piece(gpus: Run, tmp_path: Path)
     merged = type(case.build()).from_pretrained(tmp_path / "merged")
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, whole[name] + 1.5)
+
+
+def test_a_model_on_several_devices_is_refused(gpus: Run) -> None:
+    (refusal,) = gpus(1, refused_on_two_devices, Case())
+    assert "has parameters on cpu and on" in refusal and "without device_map" in refusal

@@ -209,6 +209,11 @@ def check_whole_model(model: Any, caller: str) -> None:
             f"{absent} of this {type(model).__name__} is on the meta device, without values: build the model on the "
             "CPU, or let penstock.from_pretrained() or penstock.from_config() make each stage where it is held"
         )
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        raise ValueError(
+            f"this {type(model).__name__} has parameters on {' and on '.join(sorted(devices))}: build it on the CPU, "
+            "without device_map, or let penstock.from_pretrained() make each stage where it is held"
+        )
     own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & USED_NAMES):
         raise ValueError(

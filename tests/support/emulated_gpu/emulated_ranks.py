@@ -254,6 +254,16 @@ def told_of_unlike_copies(case: Case, folder: str) -> tuple[str, str]:
     return " ".join(str(one.message) for one in seen), str(error.value)
 
 
+def refused_on_two_devices(case: Case) -> str:
+    """What `initialize` says of a model that is partly on the GPU and partly on the CPU, as accelerate leaves it."""
+    device = use_gpu()
+    model = case.build()
+    model.transformer.h[0].to(device)
+    with pytest.raises(ValueError) as error:
+        parallelize(model, 1)
+    return str(error.value)
+
+
 def sums_of_steps(case: Case, scale: float) -> list[int]:
     """How many all-reduces there were between devices in each of four steps, under a loss scale of the user's."""
     use_gpu()
