@@ -64,8 +64,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     if page.file.src_uri.startswith("benchmarks/"):
         return re.sub(r"\]\(\.\./\.\./docs/", "](../../", markdown)
-    depth = page.file.src_uri.count("/")  # the root of the repository is one folder above docs/
-    return re.sub(r"\]\((?:\.\./){%d}" % (depth + 1), "](" + "../" * depth, markdown)
+    up = "../" * page.file.src_uri.count("/")  # to docs/; the root of the repository is one folder above it
+    return re.sub(rf"\]\({re.escape(up)}\.\./", f"]({up}", markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
