@@ -122,7 +122,7 @@ class Training:
         elif way.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = penstock.initialize(
-            model, micro_batch_size=BATCH, schedule="1f1b", criterion=criterion, example_inputs=example, **way.settings
+            model, microbatch_size=BATCH, schedule="1f1b", criterion=criterion, example_inputs=example, **way.settings
         )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # On a CPU bitsandbytes updates by operations of torch, with copies that its kernels for GPUs do not make.

@@ -60,7 +60,7 @@ def train(kind: str, stages: int, schedule: str) -> Told:
     config.llm_int8_skip_modules = ["classifier"]  # which is new, and trained
     given |= {"dtype": torch.float32, "quantization_config": config}
     if stages:
-        over = {"pipeline_parallel_size": stages, "micro_batch_size": 1, "schedule": schedule}
+        over = {"pipeline_parallel_size": stages, "microbatch_size": 1, "schedule": schedule}
         kind_of = {"model_class": AutoModelForSequenceClassification, "adapt": adapt}
         model: Any = penstock.from_pretrained(folder(), **kind_of, **over, **given)
     else:

@@ -71,7 +71,7 @@ def main(
         config={
             "model_parallelism": {
                 "pipeline_parallel_size": pipeline_parallel_size,
-                "micro_batch_size": MICRO_BATCH_SIZE,
+                "microbatch_size": MICRO_BATCH_SIZE,
                 "schedule": schedule,
             }
         },

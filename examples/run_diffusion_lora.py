@@ -209,7 +209,7 @@ def main() -> None:
         criterion=velocity_loss,
         example_inputs=example,
         pipeline_parallel_size=options.stages,
-        micro_batch_size=1,
+        microbatch_size=1,
     )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], options.learning_rate)
     manager = penstock.CheckpointManager(

@@ -56,7 +56,7 @@ def load(model: str, options: argparse.Namespace) -> Any:
         ),
         adapt=adapt,
         pipeline_parallel_size=options.stages,
-        micro_batch_size=1,
+        microbatch_size=1,
     )
 
 

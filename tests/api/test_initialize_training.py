@@ -59,7 +59,7 @@ def test_every_step_may_have_another_batch_size_and_length(pool: Pool, stages: i
 @pytest.mark.parametrize(
     ("option", "samples", "count"),
     [
-        ({"micro_batch_size": 2}, 5, 3),
+        ({"microbatch_size": 2}, 5, 3),
         ({"num_microbatches": 3}, 7, 3),
         ({}, 3, 3),
         ({}, 11, 8),

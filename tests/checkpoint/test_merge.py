@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from penstock.checkpoint.file_specs import SaveOptions, SavingRank
 from penstock.checkpoint.folders import ModelFolder
-from penstock.checkpoint.plan import SaveOptions, SavingRank
 from tests.support.checkpoint_ranks import assert_holds, gpt2, raised, save, scramble, split_copies
 from tests.support.families import FAMILIES
 

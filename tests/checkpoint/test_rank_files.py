@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.checkpoint.file_specs import CheckpointRanks, SavingRank
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.plan import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
 from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.checkpoint_ranks import (

@@ -143,7 +143,7 @@ def test_one_option_gives_a_models_inputs_to_all_commands(tmp_path: Path) -> Non
     assert checked.exit_code == 0 and "left[6, 4], right[6, 4]" in checked.output
     for command in ("fit", "plan"):  # with microbatches of as many samples
         planned = run(command, f"{script}:Two", *given)
-        assert planned.exit_code == 0 and '"micro_batch_size": 6' in planned.output, planned.output
+        assert planned.exit_code == 0 and '"microbatch_size": 6' in planned.output, planned.output
 
 
 def test_check_says_why_not_with_status_1() -> None:
@@ -449,7 +449,7 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     rows = [line for line in lines if line.split() and line.split()[-1] not in ("fits", "tok/s") and " yes " in line]
     assert len(rows) == 28  # 7 ways, each with recomputed activations, the loss in chunks, both and neither
     section = json.loads(next(line for line in lines if line.startswith("{")))
-    assert Configuration.from_any(section).micro_batch_size == 1
+    assert Configuration.from_any(section).microbatch_size == 1
     shorter = run(*arguments, "--memory", "1GB").output.splitlines()
     assert shorter[0] == verdict and sum(" yes " in line for line in shorter) == 7  # the best of each way
     assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")

@@ -43,7 +43,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable": True,
         "pipeline_parallel_size": 3,
         "tensor_parallel_size": 1,
-        "micro_batch_size": None,
+        "microbatch_size": None,
         "num_microbatches": None,
         "schedule": "auto",
         "batch_dim": None,
@@ -61,7 +61,7 @@ def test_defaults_are_the_documented_ones() -> None:
 
 
 def test_every_key_arrives() -> None:
-    values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "micro_batch_size": 2}
+    values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "microbatch_size": 2}
     values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
     values |= {"trace_steps": (3, 5), "stages": (("a", "b"), ("c",), ("d",)), "split_points": None}
     values |= {"loss_chunk_tokens": 512, "sharded_optimizer": True}
@@ -130,9 +130,9 @@ def test_integers_of_numpy_are_integers() -> None:
         (section(pipeline_parallel_size="2"), r"must be a positive integer, got '2' \(str\)"),
         (section(pipeline_parallel_size=None), r"must be a positive integer, got None"),
         (section(tensor_parallel_size=0), r"tensor_parallel_size must be a positive integer, got 0"),
-        (section(micro_batch_size=0), r"micro_batch_size must be a positive integer or null, got 0"),
+        (section(microbatch_size=0), r"microbatch_size must be a positive integer or null, got 0"),
         (section(num_microbatches=1.5), r"num_microbatches must be a positive integer or null, got 1.5"),
-        (section(num_microbatches=4, micro_batch_size=2), r"micro_batch_size \(2\) and .*\(4\).*give only one"),
+        (section(num_microbatches=4, microbatch_size=2), r"microbatch_size \(2\) and .*\(4\).*give only one"),
         (section(schedule="1F1B"), r"schedule must be one of \"gpipe\", \"1f1b\".*got '1F1B'.*mean \"1f1b\"\?"),
         (section(schedule=None), r"schedule must be one of .*got None"),
         (section(batch_dim={"src": -1}), r"batch_dim must be a dict with a dimension, .* got \{'src': -1\}"),
@@ -187,3 +187,19 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_what_is_no_configuration_at_all_is_a_type_error(config: object) -> None:
     with pytest.raises(TypeError, match=r"config must be a dict or the path of a JSON file, got"):
         Configuration.from_any(config)  # type: ignore[arg-type]  # the point of the test
+
+
+def test_a_key_is_accepted_under_its_old_name_with_a_warning() -> None:
+    for config, keys in (
+        ({"pipeline_parallel_size": 1, "micro_batch_size": 2}, {}),
+        (
+            {"model_parallelism": {"pipeline_parallel_size": 1, "micro_batch_size": 2}},
+            {},
+        ),
+        ({"pipeline_parallel_size": 1}, {"micro_batch_size": 2}),
+    ):
+        with pytest.warns(DeprecationWarning, match="micro_batch_size is microbatch_size since 0.4"):
+            assert Configuration.from_any(config, **keys).microbatch_size == 2
+    both = {"pipeline_parallel_size": 1, "micro_batch_size": 2, "microbatch_size": 2}
+    with pytest.warns(DeprecationWarning), pytest.raises(ConfigurationError, match="old name of microbatch_size"):
+        Configuration.from_any(both)

@@ -58,7 +58,7 @@ def test_an_ordinary_batch_is_cut_as_asked():
     batch = {"input_ids": torch.arange(10).view(5, 2)}
     for options, expected in (
         ({"num_microbatches": 2}, [3, 2]),
-        ({"micro_batch_size": 2}, [2, 2, 1]),
+        ({"microbatch_size": 2}, [2, 2, 1]),
         ({"default": 8}, [1, 1, 1, 1, 1]),
     ):
         microbatches, sizes = microbatches_of(batch, **options)

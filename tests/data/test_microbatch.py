@@ -29,12 +29,12 @@ def test_sizes_are_even_and_make_up_the_batch(batch_size, num_microbatches):
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_a_given_size_leaves_a_smaller_last_microbatch(batch_size, size):
     expected = [len(range(begin, min(begin + size, batch_size))) for begin in range(0, batch_size, size)]
-    assert microbatch_sizes(batch_size, micro_batch_size=size) == expected
+    assert microbatch_sizes(batch_size, microbatch_size=size) == expected
 
 
 def test_documented_sizes():
     assert microbatch_sizes(10, 4) == [3, 3, 2, 2]
-    assert microbatch_sizes(10, micro_batch_size=3) == [3, 3, 3, 1]
+    assert microbatch_sizes(10, microbatch_size=3) == [3, 3, 3, 1]
     assert microbatch_sizes(3, default=8) == [1, 1, 1]
     assert microbatch_sizes(5) == [5]
 
@@ -44,8 +44,8 @@ def test_documented_sizes():
     [
         ({"batch_size": 0}, "has 0 samples"),
         ({"batch_size": 4, "num_microbatches": 0}, "num_microbatches must be at least 1, but is 0"),
-        ({"batch_size": 4, "micro_batch_size": -1}, "micro_batch_size must be at least 1, but is -1"),
-        ({"batch_size": 4, "micro_batch_size": 2, "num_microbatches": 2}, "give one"),
+        ({"batch_size": 4, "microbatch_size": -1}, "microbatch_size must be at least 1, but is -1"),
+        ({"batch_size": 4, "microbatch_size": 2, "num_microbatches": 2}, "give one"),
     ],
 )
 def test_impossible_sizes_are_refused(arguments, text):

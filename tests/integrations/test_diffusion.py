@@ -156,7 +156,7 @@ def peak_of_flux(split: str) -> float:
     model.enable_gradient_checkpointing()
     inputs = batch(side=16, tokens=32, dtype=torch.float32)
     example = without_target(batch(1, 16, 32, torch.float32))
-    section = {"pipeline_parallel_size": 2, "schedule": "1f1b", "split_points": [split], "micro_batch_size": 1}
+    section = {"pipeline_parallel_size": 2, "schedule": "1f1b", "split_points": [split], "microbatch_size": 1}
     model = penstock.initialize(model, section, matching, example_inputs=example)
     live = LiveBytes()
     for counting in (nullcontext(), live):

@@ -224,7 +224,7 @@ def train_time_major(loss: str, **section: Any) -> tuple[Step, torch.Tensor, flo
 
 
 def test_samples_may_be_along_another_dimension_or_none(pool: Pool) -> None:
-    splits: dict[str, dict[str, int]] = {"tokens": {"num_microbatches": 4}, "elements": {"micro_batch_size": SIDE}}
+    splits: dict[str, dict[str, int]] = {"tokens": {"num_microbatches": 4}, "elements": {"microbatch_size": SIDE}}
     calls = [partial(train_time_major, loss, pipeline_parallel_size=2, **split) for loss, split in splits.items()]
     for loss, found in zip(splits, zip(*pool.run(2, in_turn, calls), strict=True), strict=True):
         print(loss)  # for a failure to name

@@ -11,7 +11,7 @@ import torch
 
 import penstock
 from penstock.planning.auto import auto_pipeline_size, auto_pipelines
-from penstock.planning.memory import Held
+from penstock.planning.memory import HeldBytes
 from penstock.planning.planner import Infeasible
 from tests.cli.test_cli import run
 from tests.support.families import FAMILIES
@@ -62,7 +62,7 @@ def test_the_plugins_own_pipelines_train_as_the_unsplit_model(pool: Pool, num_ra
 def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
     from penstock.planning.profiling import profile_model
 
-    whole = Held.together(profile_model(build()).units).with_live(1)
+    whole = HeldBytes.together(profile_model(build()).units).with_live(1)
     loss, num_pipelines, _ = pool.run(2, train_with_plugin, "1f1b", 0.8 * whole)[0]
     assert num_pipelines == 1 and loss == pytest.approx(unsplit_loss(), abs=1e-12)
     with pytest.raises(Infeasible, match="no plan: "):
@@ -81,7 +81,7 @@ def test_the_loss_in_chunks_makes_a_smaller_last_stage() -> None:
 
 
 def initialize_auto() -> tuple[float, int]:
-    section = {"pipeline_parallel_size": "auto", "micro_batch_size": 2}
+    section = {"pipeline_parallel_size": "auto", "microbatch_size": 2}
     model = penstock.initialize(build(), {"model_parallelism": section})
     mine = IDS.chunk(model.data_parallel_size)[model.data_parallel_rank]
     return loss_of(model, mine), len(model.pipeline.layout.pipelines)

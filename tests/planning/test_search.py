@@ -10,7 +10,7 @@ import pytest
 from other_systems import RULES
 
 from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
-from penstock.planning.memory import Held, memory_of_ranks, parse_bytes, readable
+from penstock.planning.memory import HeldBytes, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import Job, place
 from penstock.planning.planner import Infeasible, make_plans
 from penstock.planning.profile import Profile, UnitCost
@@ -173,8 +173,8 @@ def test_what_is_short_is_named(devices: tuple[str, ...], arguments: dict[str, o
 def test_memory_is_followed_action_by_action() -> None:
     """1F1B on two ranks holds two microbatches on the first and one on the second; one at a time is worked on."""
     stages = [
-        Held(weights=1, gradients=2, optimizer=3, kept=10, working=5),
-        Held(weights=4, gradients=5, optimizer=6, kept=20, working=7),
+        HeldBytes(weights=1, gradients=2, optimizer=3, kept=10, working=5),
+        HeldBytes(weights=4, gradients=5, optimizer=6, kept=20, working=7),
     ]
     first, second = memory_of_ranks(build("1f1b", 2, 8), stages)
     assert (first.weights, first.gradients, first.optimizer, first.activations) == (1, 2, 3, 25)

@@ -30,7 +30,7 @@ from penstock.modeling.instrumentation import tensors_of
 from penstock.modeling.libraries import base_of
 from penstock.modeling.packed_layers import mark_packed, tensors_inside
 from penstock.modeling.weights.load import load_stage
-from penstock.planning.memory import Held
+from penstock.planning.memory import HeldBytes
 from penstock.planning.profiling import profile_model
 from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.families import batch
@@ -124,11 +124,11 @@ def train_auto(family: str, folder: Path, kind: str) -> list[tuple[float, int]]:
         model, data = load(family, folder, kind), batch("causal", 4)
         if with_plugin:
             plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
-            whole = Held.together(profile_model(base_of(mark_packed(model))).units)
+            whole = HeldBytes.together(profile_model(base_of(mark_packed(model))).units)
             plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
             model, *_ = plugin.configure(model)
         else:
-            options = {"pipeline_parallel_size": "auto", "micro_batch_size": 1}
+            options = {"pipeline_parallel_size": "auto", "microbatch_size": 1}
             model = penstock.initialize(model, {"model_parallelism": options})
             data = rows(data, model.data_parallel_rank, model.data_parallel_size)
         run_step(model, data)
@@ -174,7 +174,7 @@ def held_in_training(folder: Path, kind: str) -> tuple[list[str], int]:
     before = live_bytes()
     model = load("llama", folder, kind, adapters=False)
     model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    model = parallelize(model, 2, micro_batch_size=1)
+    model = parallelize(model, 2, microbatch_size=1)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     run_step(model, batch("causal", 4))
     optimizer.step()
@@ -190,14 +190,14 @@ def test_the_planner_counts_what_a_stage_of_a_quantised_model_holds(pool: Pool, 
     packed_layers.pack(outline, said)
     planned = {unit.name: unit for unit in profile_model(outline).units}
     for units, found in pool.run(2, held_in_training, wide_base("llama"), kind):
-        together = Held.together(planned[name] for name in units)
+        together = HeldBytes.together(planned[name] for name in units)
         assert found == pytest.approx(together.weights + together.gradients + together.optimizer, rel=0.01)
 
 
 def replica(folder: Path, other: Path, kind: str) -> float:
     """Each rank is a pipeline, and the second was given another model."""
     model = load("llama", other if torch.distributed.get_rank() else folder, kind)
-    parallelize(model, 1, micro_batch_size=1)
+    parallelize(model, 1, microbatch_size=1)
     return evaluated(model)[0]
 
 
@@ -238,7 +238,7 @@ def test_a_stage_reads_and_packs_its_own_tensors_only(saved: bool, tmp_path: Pat
 def save_whole(family: str, source: Path, kind: str | None, folder: Path, **options: Any) -> tuple[str, Any]:
     """A base without adapters is saved and evaluated: what is refused of the one, and the other."""
     model, said = load(family, source, kind, adapters=False).requires_grad_(False), ""
-    model = parallelize(model, 2, micro_batch_size=1)
+    model = parallelize(model, 2, microbatch_size=1)
     try:
         model.save_pretrained(folder, **options)
     except CheckpointError as error:
@@ -323,7 +323,7 @@ def with_packed_head(folder: Path, options: dict[str, Any] | None) -> list[float
     model = adapt(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)).train()
     assert isinstance(base_of(model).lm_head, Linear4bit)
     if options is not None:
-        model = parallelize(model, 2, micro_batch_size=1, **options)
+        model = parallelize(model, 2, microbatch_size=1, **options)
     optimizer = AdamW8bit([one for one in model.parameters() if one.requires_grad], lr=0.05, eps=1e-4)
     losses = []
     for _ in range(3):

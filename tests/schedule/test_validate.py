@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, parse_schedule, schedule_names, validate
 from penstock.schedule.communication import (
-    Blocked,
+    Deadlock,
     Direction,
     Operation,
     Transfer,
@@ -134,6 +134,6 @@ def messages(row: Sequence[Operation], peer: int) -> list[tuple[Action, Action]]
 def test_a_schedule_that_needs_a_wider_window_says_so() -> None:
     # Rank 0 sends four before it takes a gradient, rank 1 wants to give the second before it takes the third.
     schedule = parse_schedule(["0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"])
-    with pytest.raises(Blocked, match="rank 0: 0F3, rank 1: 1B1"):
+    with pytest.raises(Deadlock, match="rank 0: 0F3, rank 1: 1B1"):
         insert_communication(schedule, window=1)
     assert [within_window(schedule, window)[0] for window in (1, 2, 3)] == [2, 2, 3]

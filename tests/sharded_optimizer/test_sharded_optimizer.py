@@ -22,7 +22,7 @@ import penstock
 from penstock import Booster
 from penstock.checkpoint.optimizer_state import logical_names
 from penstock.runtime.comm.settings import SettingsMismatch
-from penstock.sharded_optimizer.owners import Owned, choose_owners
+from penstock.sharded_optimizer.owners import OwnershipGroup, choose_owners
 from tests.support.families import FAMILIES, batch
 from tests.support.hetero import batch_size, make_plugin, num_ranks, pad, samples
 from tests.support.pool import Pool
@@ -555,7 +555,7 @@ def step_alone() -> int:
 
 def test_owners_fill_what_memory_is_left() -> None:
     """Rank 2 alone holds what ranks 0 and 1 share: it owns less. All have the same left in the end."""
-    parts = [Owned(((0, 2),), 1.0)] * 12 + [Owned(((1, 2),), 1.0)] * 12
+    parts = [OwnershipGroup(((0, 2),), 1.0)] * 12 + [OwnershipGroup(((1, 2),), 1.0)] * 12
     places = choose_owners(parts, [12.0, 12.0, 24.0])
     load = [12.0, 12.0, 24.0]
     for part, (place,) in zip(parts, places, strict=True):

@@ -158,7 +158,7 @@ def split_stories(
     """On a worker, with one schedule after another."""
     stories = []
     for schedule in schedules:
-        options: dict[str, Any] = {"schedule": schedule, "micro_batch_size": 1}
+        options: dict[str, Any] = {"schedule": schedule, "microbatch_size": 1}
         if whole:
             model = parallelize(load(family, folder, kind), stages, **options)
         else:

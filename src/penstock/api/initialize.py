@@ -137,11 +137,11 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
             raise ConfigurationError(f"model_parallelism.{error}") from error
     layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
     written, number = written_schedule(configuration.schedule), configuration.num_microbatches
-    if written is not None and number is None and configuration.micro_batch_size is None:
+    if written is not None and number is None and configuration.microbatch_size is None:
         number = written.num_microbatches
     options = EngineOptions(
         num_microbatches=number,
-        micro_batch_size=configuration.micro_batch_size,
+        microbatch_size=configuration.microbatch_size,
         batch_dim=configuration.batch_dim or {},
         loss_chunk_tokens=configuration.loss_chunk_tokens,
         trace=configuration.trace,
@@ -153,8 +153,8 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     most = _usual_number(configuration)
     in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)
     in_use = str(configuration.schedule) if written is None else written.name
-    if configuration.micro_batch_size is not None:
-        in_words = f"microbatches of {configuration.micro_batch_size}"
+    if configuration.microbatch_size is not None:
+        in_words = f"microbatches of {configuration.microbatch_size}"
     elif asked == AUTO and in_use != PLAIN:
         share = _predicted(in_use, configuration, found.costs) / _predicted(PLAIN, configuration, found.costs)
         in_use += f" (predicted {share:.2f} of {PLAIN}'s time)"
@@ -208,7 +208,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
         model,
         ranks.size // configuration.tensor_parallel_size,
         configuration.num_microbatches,
-        configuration.micro_batch_size or 1,
+        configuration.microbatch_size or 1,
         str(configuration.schedule),
         found.memory,
         configuration.loss_chunk_tokens,

@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass
-class Trained:
+class TrainingResult:
     """What training gave: the loss of each step, the gradients of the first, and the model after the last."""
 
     model: Any
@@ -66,7 +66,7 @@ class Trained:
     rate: float
 
     @classmethod
-    def of(cls, model: Any, losses: Losses, steps: int, rate: float = 0.0, pieces: Pieces = ()) -> Trained:
+    def of(cls, model: Any, losses: Losses, steps: int, rate: float = 0.0, pieces: Pieces = ()) -> TrainingResult:
         """Train with SGD and momentum; 0 chooses a `rate` by the first gradients."""
         totals, gradients, optimizer = {}, {}, None
         for number in range(1, steps + 1):
@@ -117,7 +117,7 @@ class Comparison:
                 self.schedule = model.pipeline.make_schedule(1).name
                 self.num_stages = model.pipeline.context.pipeline.num_stages
                 losses = lambda: (output.loss for output in model(**self.inputs))  # noqa: E731
-                ours = Trained.of(model, losses, self.steps, self.whole.rate)
+                ours = TrainingResult.of(model, losses, self.steps, self.whole.rate)
         except Exception as error:
             return [_failed("training", error)]
         said = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
@@ -147,10 +147,10 @@ class Comparison:
             dist.barrier()
         return rows
 
-    def _unsplit(self, pieces: Pieces, rate: float = 0.0) -> Trained:
+    def _unsplit(self, pieces: Pieces, rate: float = 0.0) -> TrainingResult:
         model = copied(self.initial)
         losses = lambda: (self._loss(model, inputs) * share for inputs, share in pieces)  # noqa: E731
-        return Trained.of(model, losses, self.steps, rate, pieces)
+        return TrainingResult.of(model, losses, self.steps, rate, pieces)
 
     def _loss(self, model: nn.Module, inputs: Named) -> torch.Tensor:
         loss = loss_by(self.criterion, model(**taken(model, inputs)), inputs)
@@ -159,7 +159,7 @@ class Comparison:
         return loss
 
     @functools.cached_property
-    def _accumulated(self) -> Trained:
+    def _accumulated(self) -> TrainingResult:
         """The unsplit model, accumulating over the microbatches that the pipeline has.
 
         Their losses are weighed by samples, or by tokens: by what gives the whole batch's loss in evaluation, where no
@@ -178,7 +178,9 @@ class Comparison:
         shares = next((kind for kind in kinds if near(sum(map(operator.mul, kind, losses)), expected)), kinds[0])
         return self._unsplit(list(zip(parts, shares, strict=True)), self.whole.rate)
 
-    def _row(self, what: str, ours: Named, theirs: Callable[[Trained], Named], scale: float | None = None) -> Row:
+    def _row(
+        self, what: str, ours: Named, theirs: Callable[[TrainingResult], Named], scale: float | None = None
+    ) -> Row:
         difference, where = _furthest(ours, theirs(self.whole), scale)
         if difference <= self.tolerance:
             return Row(what, EXACT, difference, where)
@@ -219,7 +221,7 @@ class Comparison:
             found["loss"] = output.loss
         return self._row("evaluation", found, self._evaluated)
 
-    def _evaluated(self, run: Trained) -> Named:
+    def _evaluated(self, run: TrainingResult) -> Named:
         run.model.eval()
         with torch.no_grad():
             found = _outputs(run.model(**taken(run.model, self.inputs)))

@@ -21,6 +21,7 @@ from transformers.utils import CONFIG_NAME
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
+from .file_specs import CheckpointRanks, HeldTensor, SaveOptions, SavingRank, SavingReport
 from .files import flush_file, write_bytes
 from .folders import ModelFolder
 from .load import match, saved_sources
@@ -37,7 +38,6 @@ from .manifest import (
     weight_file_names,
     whole_manifest,
 )
-from .plan import CheckpointRanks, Holding, SaveOptions, SavingRank, SavingReport
 from .reader import CheckpointReader, Location, Resharding
 from .save import Save
 from .staging import discard
@@ -53,7 +53,7 @@ _STEP = re.compile(r"step-(\d{8,15})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint. `step`: as its folder's name says; None for a folder that is no step of another."""
 
     path: str
@@ -82,11 +82,11 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
     return os.path.join(os.path.abspath(folder), f"step-{step:08d}")
 
 
-def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
+def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     """The checkpoints in a folder, whole or not, the newest first; the folder itself if it is one. Raises
     CheckpointError."""
     folder = os.path.abspath(folder)
-    if (own := Found(folder, None)).has_table:
+    if (own := FoundCheckpoint(folder, None)).has_table:
         return [own]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
@@ -95,7 +95,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Found]:
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
     steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
-    every = [Found(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
+    every = [FoundCheckpoint(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
     return [one for one in every if is_directory(one.path)]
 
 
@@ -265,13 +265,13 @@ def merge_checkpoint(
             advice = "One with adapters is merged by merge_and_unload() in its run"
             raise CheckpointError(f"{error}. The model is what its config.json says. {advice}") from None
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-    folder = _Merged(model, options, path, reader, sources)
+    folder = _MergedFolder(model, options, path, reader, sources)
     Save(folder, directory, CheckpointRanks()).run()
     return folder.files
 
 
 @dataclass
-class _Merged(ModelFolder):
+class _MergedFolder(ModelFolder):
     """What `save_pretrained` would write, of the files of a parallel checkpoint."""
 
     source: str
@@ -290,7 +290,7 @@ class _Merged(ModelFolder):
                 write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} or self.names
         holdings = {
-            name: Holding(self.reader.whole_shape(own), self.reader.locations[own].info.dtype, name in parameters)
+            name: HeldTensor(self.reader.whole_shape(own), self.reader.locations[own].info.dtype, name in parameters)
             for name, own in self.names.items()
         }
         return SavingReport(place, holdings=holdings)

@@ -44,7 +44,7 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, torch.Tensor],
     save_function: SaveFunction | None = None,
-    behind: Behind | None = None,
+    behind: BackgroundWork | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
     plain: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
@@ -53,7 +53,7 @@ def write_tensors(
     `plain`: what else one of torch's holds. Returns what a `TensorInfo` says of each, once the checksums are there.
     Raises CheckpointError, whatever went wrong."""
     if behind is None:
-        with Behind() as behind:
+        with BackgroundWork() as behind:
             return write_tensors(path, tensors, save_function, behind, metadata, plain)
     infos = {name: {"shape": list(one.shape), "dtype": dtype_name(one.dtype)} for name, one in tensors.items()}
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
@@ -170,7 +170,7 @@ def flush_files(paths: Iterable[str]) -> None:
         with writing(path, "on disk"):
             flush_file(path)
 
-    with Behind(_FLUSHED_AT_ONCE) as behind:
+    with BackgroundWork(_FLUSHED_AT_ONCE) as behind:
         for path in paths:
             behind.do(partial(flush, path))
 
@@ -273,7 +273,7 @@ _ALIGNMENT = 8
 Told = Callable[[], AbstractContextManager[None]]
 
 
-class Behind:
+class BackgroundWork:
     """What is left to other threads while files are written one after another: checksums, and flushes to disk.
 
     When it is left without an error, all of that is done, and raises here if it has failed. With an error the files are
@@ -297,7 +297,7 @@ class Behind:
         self._files.append(FileIO(path, "x"))
         return self._files[-1]
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> BackgroundWork:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -317,7 +317,7 @@ class Behind:
 
 
 def write_safetensors(
-    path: str, tensors: Mapping[str, torch.Tensor], behind: Behind, told: Told, metadata: Mapping[str, str]
+    path: str, tensors: Mapping[str, torch.Tensor], behind: BackgroundWork, told: Told, metadata: Mapping[str, str]
 ) -> None:
     """See `write_tensors`. Tensors are not to be changed until `behind` is left. Raises ValueError if the format has no
     such dtype, OSError if it cannot be written."""

@@ -25,11 +25,23 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from penstock.modeling.graph.dataflow import DataFlow, Given
+from penstock.modeling.graph.dataflow import DataFlow, ForwardArgument
 from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.whole import packed_weights, shards_of, unit_of, whole_state
 
-from .files import Behind, flush_file, write_bytes, write_tensors, writing
+from .file_specs import (
+    Content,
+    FileSpec,
+    Folder,
+    HeldTensor,
+    SavingRank,
+    SavingReport,
+    Source,
+    first_holders,
+    write_side_files,
+    writers_of,
+)
+from .files import BackgroundWork, flush_file, write_bytes, write_tensors, writing
 from .manifest import (
     ADAPTER,
     EXTENSIONS,
@@ -48,18 +60,6 @@ from .manifest import (
 )
 from .model_state import MARK, as_values, held_state, own_name
 from .optimizer_state import OptimizerState
-from .plan import (
-    Content,
-    FilePlan,
-    Folder,
-    Holding,
-    SavingRank,
-    SavingReport,
-    Source,
-    first_holders,
-    write_side_files,
-    writers_of,
-)
 from .staging import Replacement, write_index
 from .tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
 from .training_state import TrainingState, collect_training_state, common_content, random_key
@@ -88,7 +88,7 @@ class ModelFolder(Folder):
         report = super().report(place, folder)
         return replace(report, names=[json.dumps(self.metadata)] if self.metadata else [])
 
-    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
         are tied that the model does not declare as tied."""
         model, options = self.model, self.options
@@ -127,7 +127,7 @@ class ModelFolder(Folder):
             for name in needed:
                 held[sources[name].ranks[0]] += inputs[name].nbytes
             made_of = {name: sources[name] for name in names if name in needed}
-            files.append(FilePlan(file_name, max(held, key=held.__getitem__), made_of, outputs=tuple(shard_names)))
+            files.append(FileSpec(file_name, max(held, key=held.__getitem__), made_of, outputs=tuple(shard_names)))
         self.files = [file.name for file in files]
         metadata = {"total_parameters": _count_parameters(model, sources), **split.metadata}
         named = (lambda name: name) if options.safe_serialization else own_name
@@ -141,7 +141,7 @@ class ModelFolder(Folder):
         was_packed = getattr(getattr(self.model, "hf_quantizer", None), "pre_quantized", False)
         return self.options.save_original_format and isinstance(self.model, PreTrainedModel) and not was_packed
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> None:
+    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> None:
         assert not isinstance(content, bytes)
         tensors = revert_weight_conversion(self.model, content) if self._reverted else content
         wanted = to_cpu({name: tensors[name] for name in file.outputs})
@@ -207,8 +207,8 @@ def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Ten
     """Follow what becomes of some meta tensors inside. Gives what tells from which of them another one was made."""
     with DataFlow(position=lambda: 0) as flow:
         for name, tensor in inputs.items():
-            flow.mark(tensor, (Given(name),))
-        yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, Given))
+            flow.mark(tensor, (ForwardArgument(name),))
+        yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, ForwardArgument))
 
 
 State = Mapping[str, torch.Tensor]
@@ -235,12 +235,12 @@ class AdapterFolder(Folder):
         needed = frozenset[str]().union(*origins)
         return replace(report, names=[name for name in state if name in needed])
 
-    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader = writers_of(reports)[0]
         sources = first_holders(reports, names=reports[leader].names)
-        return [FilePlan(f"{ADAPTER} of {self.options.variant}", leader, sources)]
+        return [FileSpec(f"{ADAPTER} of {self.options.variant}", leader, sources)]
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> None:
+    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> None:
         assert not isinstance(content, bytes)
         with writing(folder, file.name, sum(tensor.nbytes for tensor in content.values())):
             with shown_whole(self.model):
@@ -286,11 +286,11 @@ class RankFiles(Folder):
         return [*super().call, self.training_state is not None]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        self._place, holdings = place, dict[str, Holding]()
+        self._place, holdings = place, dict[str, HeldTensor]()
         if self.training_state is not None:
             self._random, self._optimizer = collect_training_state(self.model, self.training_state, place.is_writer)
             self._parts[TRAINING] = self._optimizer.tensors
-            holdings[_RANDOM] = Holding(tuple(self._random.shape), "uint8")
+            holdings[_RANDOM] = HeldTensor(tuple(self._random.shape), "uint8")
         if self.with_model and place.is_writer:
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
@@ -299,19 +299,19 @@ class RankFiles(Folder):
         names = [name for part in self._parts.values() for name in part] if wanted else []
         return SavingReport(place, names, holdings, self._optimizer.members, self._optimizer.values)
 
-    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
-        leader, files, parts = writers_of(reports)[0], list[FilePlan](), self._to_write(reports, rank)
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
+        leader, files, parts = writers_of(reports)[0], list[FileSpec](), self._to_write(reports, rank)
         if self.training_state is not None:
             data = partial(common_content, self.training_state, self._optimizer.groups, reports)
-            files.append(FilePlan(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
+            files.append(FileSpec(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
             # The rank that leads has the states of all ranks' random generators in its file.
             self.given = {random_key(rank): self._random}
             random = {random_key(one): Source(each.holdings[_RANDOM], (one,)) for one, each in enumerate(reports)}
             name = self._name_of(TRAINING, reports[leader].place)
-            files.append(FilePlan(name, leader, random, parts[TRAINING], part=TRAINING))
+            files.append(FileSpec(name, leader, random, parts[TRAINING], part=TRAINING))
         for part, tensors in parts.items():
             if part == MODEL or (tensors and rank != leader):
-                files.append(FilePlan(self._name_of(part, self._place), rank, own=tensors, part=part))
+                files.append(FileSpec(self._name_of(part, self._place), rank, own=tensors, part=part))
         return files
 
     def _name_of(self, part: str, place: SavingRank) -> str:
@@ -339,7 +339,7 @@ class RankFiles(Folder):
             for part, tensors in self._parts.items()
         }
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> dict[str, Any]:
+    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> dict[str, Any]:
         path, place = os.path.join(folder, file.name), self._place
         entry = {"part": file.part, "stage": place.number, "tensor_parallel_rank": place.tensor_parallel_rank}
         if isinstance(content, bytes):

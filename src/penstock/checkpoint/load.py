@@ -28,6 +28,7 @@ from penstock.modeling.weights.whole import (
 )
 from penstock.random_state import restored
 
+from .file_specs import CheckpointRanks
 from .files import check_archive, open_tensors
 from .manifest import (
     ADAPTER,
@@ -41,7 +42,6 @@ from .manifest import (
     whole_manifest,
 )
 from .model_state import MARK, as_values, fill, held_state, own_name, parts_of_state, registered_names
-from .plan import CheckpointRanks
 from .reader import CheckpointReader, Resharding
 from .staging import read_index
 from .tensors import DTYPES, dtype_name, of_run, outline, tied_groups
@@ -87,7 +87,7 @@ def checked_weights(
         reader.verify(dict(sources.values()))
 
     def copy() -> None:
-        fill(model, _Read(reader, sources))
+        fill(model, _CheckpointValues(reader, sources))
 
     world.together(f"checking the files to load {directory}", check)
     ((reader, manifest),) = readers
@@ -95,7 +95,7 @@ def checked_weights(
 
 
 @dataclass(frozen=True)
-class _Read(Mapping[str, Any]):
+class _CheckpointValues(Mapping[str, Any]):
     """A checkpoint's values by the names in the model, read when they are asked for. `sources`: where each is."""
 
     reader: CheckpointReader

@@ -17,13 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, RankFiles
-from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
-from penstock.checkpoint.model_state import parts_of_state
-from penstock.checkpoint.plan import (
+from penstock.checkpoint.file_specs import (
     CheckpointRanks,
     Content,
-    FilePlan,
+    FileSpec,
     Folder,
     SaveOptions,
     SavingRank,
@@ -34,6 +31,9 @@ from penstock.checkpoint.plan import (
     tell_reports,
     writers_of,
 )
+from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, RankFiles
+from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
+from penstock.checkpoint.model_state import parts_of_state
 from penstock.checkpoint.save import Save, save_parallelized
 from penstock.checkpoint.tensors import tied_groups
 from penstock.checkpoint.training_state import (
@@ -157,11 +157,11 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
             )
         return own.report(world.place, "")
 
-    def call(file: FilePlan, content: Content) -> None:
+    def call(file: FileSpec, content: Content) -> None:
         assert not isinstance(content, bytes)
         for names in tied_groups(model):
             content.update((name, content[names[0]]) for name in names if name in content and names[0] in content)
-        with _made_whole(model, content), _Alone(name):
+        with _made_whole(model, content), _NoCollectives(name):
             returned.append(getattr(model, name)(*args, **kwargs))
 
     with model.pipeline.saving():
@@ -173,14 +173,14 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
 class _WholeModel(Folder):
     """What the rank that leads lacks of the model, as if it were one file."""
 
-    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, shards = writers_of(reports)[0], shards_of(self.model)
         sources = first_holders(reports, shards)
         lacking = {name: one for name, one in sources.items() if one.ranks[0] != leader or name in shards}
-        return [FilePlan("the whole model", leader, lacking)]
+        return [FileSpec("the whole model", leader, lacking)]
 
 
-class _Alone(TorchDispatchMode):
+class _NoCollectives(TorchDispatchMode):
     """Inside, what ranks do together is refused: the others wait until this one is done."""
 
     def __init__(self, name: str) -> None:

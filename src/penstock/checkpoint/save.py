@@ -26,13 +26,10 @@ from torch import nn
 
 from penstock.runtime.failures.keys import in_thread
 
-from .files import Behind, write_bytes, writing
-from .folders import ModelFolder, RankFiles
-from .manifest import FileEntry
-from .plan import (
+from .file_specs import (
     CheckpointRanks,
     Content,
-    FilePlan,
+    FileSpec,
     Folder,
     SaveOptions,
     SavingRank,
@@ -42,13 +39,16 @@ from .plan import (
     tell_reports,
     writers_of,
 )
+from .files import BackgroundWork, write_bytes, writing
+from .folders import ModelFolder, RankFiles
+from .manifest import FileEntry
 from .staging import commit, discard, prepare
 from .tensors import once_for_tied
 from .training_state import TrainingState
 from .untrusted import CheckpointError, read_json, typed
 
 Result = TypeVar("Result")
-Write = Callable[[FilePlan, Content], object]
+Write = Callable[[FileSpec, Content], object]
 # What `FileEntry`s say, by the names of the files, as plain data.
 Entries = dict[str, Any]
 
@@ -123,9 +123,9 @@ class Save:
     def run_in_background(self, saver: Saver, given_up: Callable[[], str | None]) -> None:
         """Copy everything to host memory, and write it in a thread. No rank talks to another there: each leaves word of
         what it has written in the staging folder, and the one that puts the files in place waits for that."""
-        copies: list[tuple[FilePlan, Content]] = []
+        copies: list[tuple[FileSpec, Content]] = []
 
-        def copy(file: FilePlan, content: Content) -> None:
+        def copy(file: FileSpec, content: Content) -> None:
             copies.append((file, content if isinstance(content, bytes) else saver.copy(file.part, content)))
 
         with self._staged() as (path, reports):
@@ -138,7 +138,7 @@ class Save:
         self,
         path: str,
         words: Sequence[str],
-        copies: Sequence[tuple[FilePlan, Content]],
+        copies: Sequence[tuple[FileSpec, Content]],
         given_up: Callable[[], str | None],
     ) -> None:
         if (own := word_name(self._place)) not in words:
@@ -188,7 +188,7 @@ class Save:
     def _write(self, path: str, every: Callable[[Write], object]) -> Entries:
         """Write the files that `every` calls its argument with; what they hold, once all are on disk."""
         entries: dict[str, Any] = {}
-        with Behind() as behind:
+        with BackgroundWork() as behind:
             every(lambda file, content: entries.update({file.name: self._folder.write(file, content, path, behind)}))
         return {name: entry for name, entry in entries.items() if entry is not None}
 

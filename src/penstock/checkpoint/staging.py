@@ -124,12 +124,12 @@ def write_index(
 
 def read_index(path: str) -> dict[str, str]:
     """Which file has which tensor, as an index of transformers says. Raises CheckpointError."""
-    found: Index = typed(Index, read_json(path), path)
+    found: WeightIndex = typed(WeightIndex, read_json(path), path)
     return found.weight_map
 
 
 @dataclass(frozen=True)
-class Index:
+class WeightIndex:
     """The file that says which file of weights holds which tensor."""
 
     weight_map: dict[str, str]

@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
+from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import loss_scale_of, saving_ranks, unwrapped
-from penstock.checkpoint.plan import CheckpointRanks
 from penstock.checkpoint.save import Saver
 from penstock.checkpoint.save import save_checkpoint as save_to
 from penstock.checkpoint.training_state import (
     LOSS_SCALE,
-    Run,
+    DropoutState,
     TrainingState,
     checked_training_state,
     undone_if_it_fails,
@@ -313,12 +313,12 @@ class Participants:
         return 0 if self.engine is None else self.engine.step_number
 
     @property
-    def progress(self) -> Run | None:
+    def progress(self) -> DropoutState | None:
         if self.engine is None or self.engine.seed is None:
             return None
-        return Run(self.engine.seed, self.engine.step_number)
+        return DropoutState(self.engine.seed, self.engine.step_number)
 
-    def go_on(self, run: Run | None) -> None:
+    def go_on(self, run: DropoutState | None) -> None:
         if self.engine is None:
             return
         self.engine.note_loaded()

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from penstock.modeling.weights.whole import tensor_parallel_place
 
+from .file_specs import CheckpointRanks, SavingReport, writers_of
 from .files import load_data, plain_content, replace_file, writing
 from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
 from .optimizer_state import (
@@ -31,7 +32,6 @@ from .optimizer_state import (
     restore_optimizer,
     written_elsewhere,
 )
-from .plan import CheckpointRanks, SavingReport, writers_of
 from .random_states import capture_random_state, check_random_state, restore_random_state
 from .reader import CheckpointReader, Resharding
 from .tensors import bytes_of
@@ -43,7 +43,7 @@ OPTIONAL = frozenset({LOSS_SCALE})
 
 
 @dataclass(frozen=True)
-class Run:
+class DropoutState:
     """What decides a run's dropout."""
 
     seed: Count
@@ -60,11 +60,11 @@ class TrainingState:
     objects: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    run: Run | None = None
+    run: DropoutState | None = None
 
 
 @dataclass(frozen=True)
-class Common:
+class CommonState:
     """What is in the file that every rank reads whole: the fields of `TrainingState`, the pipeline of each rank of the
     world, and of the optimizer its class and what `OptimizerState` has of the whole model."""
 
@@ -76,7 +76,7 @@ class Common:
     values: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]] | None = None
     optimizer: str | None = None
-    run: Run | None = None
+    run: DropoutState | None = None
 
 
 def collect_training_state(
@@ -105,7 +105,7 @@ def common_content(state: TrainingState, groups: Sequence[Mapping[str, Any]], re
                 members.append([])
             members[number] = list(dict.fromkeys([*members[number], *names]))
         values = {**report.values, **values}
-    common = Common(
+    common = CommonState(
         step=state.step,
         extra=dict(state.extra),
         objects={name: state_of(stateful) for name, stateful in state.objects.items()},
@@ -126,7 +126,7 @@ def load_training_state(
     *,
     world_comm: CheckpointRanks,
     variant: str | None = None,
-) -> Common:
+) -> CommonState:
     """Load a training state into the objects of `state`, on any layout; the saved numbers are in what is returned.
     Raises CheckpointError if a file is missing, truncated or foreign, the optimizer's groups are not the saved ones, or
     something of its state cannot be sharded for another tensor-parallel size. Nothing has changed then."""
@@ -144,10 +144,10 @@ def checked_training_state(
     world: CheckpointRanks,
     variant: str | None = None,
     manifest: Manifest | None = None,
-) -> tuple[Callable[[], None], Common]:
+) -> tuple[Callable[[], None], CommonState]:
     """Check on all ranks that a training state is whole and fits, or raise CheckpointError; what gives everything its
     saved state on this rank, and what every rank reads whole. `manifest`: the table of contents, if it is known."""
-    commons, readers = list[Common](), list[CheckpointReader]()
+    commons, readers = list[CommonState](), list[CheckpointReader]()
     random: dict[int, dict[str, Any]] = {}
     mine: dict[str, Resharding] = {}
 
@@ -216,7 +216,7 @@ def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
         raise
 
 
-def read_common(manifest: Manifest, directory: str) -> Common:
+def read_common(manifest: Manifest, directory: str) -> CommonState:
     """The content of the file that every rank reads whole. Raises CheckpointError unless it is what a save writes."""
     for name, entry in manifest.files.items():
         if entry.part != TRAINING or entry.checksum is None:
@@ -225,7 +225,7 @@ def read_common(manifest: Manifest, directory: str) -> Common:
         with open_plain(path) as file:
             if zlib.crc32(file.read()) != entry.checksum:
                 raise CheckpointError(f"{path} is not the file that was saved")
-        common: Common = typed(Common, load_data(path), path)
+        common: CommonState = typed(CommonState, load_data(path), path)
         if common.groups and len(common.members) > len(common.groups):
             expected = f"one list for each of the {len(common.groups)} parameter groups"
             raise damaged(path, ["members"], common.members, expected)

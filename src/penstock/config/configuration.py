@@ -7,6 +7,7 @@ import difflib
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
@@ -16,6 +17,8 @@ from typing import Any, Literal
 from penstock.schedule.registry import AUTO, schedule_names
 
 SECTION = "model_parallelism"
+# Keys that had other names until release 0.4.
+RENAMED = {"micro_batch_size": "microbatch_size"}
 
 
 class ConfigurationError(ValueError):
@@ -33,7 +36,7 @@ class Configuration:
             model's units where those are known.
         tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's
             attention heads, layer widths and vocabulary.
-        micro_batch_size: samples in a microbatch, or None.
+        microbatch_size: samples in a microbatch, or None.
         num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
             4 for each rank. At most one of the two may be given.
         batch_dim: for inputs whose samples are not along the first dimension, by name, the dimension that has them, or
@@ -64,7 +67,7 @@ class Configuration:
     enable: bool = True
     pipeline_parallel_size: int | Literal["auto"] = 1
     tensor_parallel_size: int = 1
-    micro_batch_size: int | None = None
+    microbatch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = AUTO
     batch_dim: Mapping[str, int | None] | None = None
@@ -86,9 +89,9 @@ class Configuration:
             names = ", ".join(f'"{name}"' for name in known)
             hint = _did_you_mean(self.schedule, known)
             raise _wrong(f"{SECTION}.schedule", self.schedule, f"one of {names}, a .csv file or rows", hint)
-        if self.micro_batch_size is not None and self.num_microbatches is not None:
+        if self.microbatch_size is not None and self.num_microbatches is not None:
             raise ConfigurationError(
-                f"{SECTION}.micro_batch_size ({self.micro_batch_size}) and {SECTION}.num_microbatches "
+                f"{SECTION}.microbatch_size ({self.microbatch_size}) and {SECTION}.num_microbatches "
                 f"({self.num_microbatches}) say the same thing in two ways: give only one of them"
             )
         if self.stages is not None and self.split_points is not None:
@@ -147,6 +150,7 @@ class Configuration:
     @classmethod
     def _from_mapping(cls, config: Mapping[str, Any], keys: Mapping[str, Any]) -> Configuration:
         known = [field.name for field in fields(cls)]
+        config = _renamed(config)
         _check_keys(config, (SECTION, *known), "the configuration")
         section = config.get(SECTION, config)
         if not isinstance(section, Mapping):
@@ -154,6 +158,7 @@ class Configuration:
         if section is not config and len(config) > 1:
             beside = next(name for name in config if name != SECTION)
             raise ConfigurationError(f"key {beside!r} stands beside {SECTION}: put it inside, with the other keys")
+        section, keys = _renamed(section), _renamed(keys)
         _check_keys(section, known, SECTION)
         _check_keys(keys, known, "the arguments")
         if twice := [name for name in keys if name in section]:
@@ -175,7 +180,17 @@ def check_value(key: str, value: Any, section: str = "") -> None:
 
 def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that are keys of the configuration; they are taken out."""
-    return {field.name: arguments.pop(field.name) for field in fields(Configuration) if field.name in arguments}
+    keys = (*(field.name for field in fields(Configuration)), *RENAMED)
+    return {key: arguments.pop(key) for key in keys if key in arguments}
+
+
+def _renamed(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with the keys of today."""
+    for old in RENAMED.keys() & section.keys():
+        warnings.warn(f"{old} is {RENAMED[old]} since 0.4: write that", DeprecationWarning, stacklevel=2)
+        if RENAMED[old] in section:
+            raise ConfigurationError(f"{old} is the old name of {RENAMED[old]}, which is given too: leave it out")
+    return {RENAMED.get(key, key): value for key, value in section.items()}
 
 
 def _is_integer(value: object) -> bool:
@@ -216,7 +231,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable": (lambda value: isinstance(value, bool), "true or false"),
     "pipeline_parallel_size": (lambda value: _is_positive_integer(value) or value == "auto", "a positive integer"),
     "tensor_parallel_size": (_is_positive_integer, "a positive integer"),
-    "micro_batch_size": (_is_positive_integer, "a positive integer or null"),
+    "microbatch_size": (_is_positive_integer, "a positive integer or null"),
     "num_microbatches": (_is_positive_integer, "a positive integer or null"),
     "batch_dim": (_are_dims, "a dict with a dimension, counted from 0, or null for each input that it names"),
     "loss_chunk_tokens": (_is_positive_integer, "a positive integer or null"),

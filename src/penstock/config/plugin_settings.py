@@ -73,7 +73,7 @@ class PluginSettings:
         # The members of an elastic run have little time to meet, but not to work.
         usual = None if self.elastic is None else ELASTIC_TIMEOUT
         return EngineOptions(
-            micro_batch_size=self.microbatch_size,
+            microbatch_size=self.microbatch_size,
             batch_dim=self.batch_dim or {},
             loss_chunk_tokens=self.loss_chunk_tokens,
             timeout=self.time_limit or usual,

@@ -105,7 +105,7 @@ def microbatches_of(
     inputs: Mapping[str, Any],
     main_input_name: str | None = None,
     num_microbatches: int | None = None,
-    micro_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     default: int | None = None,
     media: MediaTokens | None = None,
     dims: BatchDims = NO_DIMS,
@@ -119,7 +119,7 @@ def microbatches_of(
     if not given:
         rows = _rows_of_media(inputs, media)
         batch_size = batch_size_of(inputs, main_input_name, rows, dims)
-        sizes = microbatch_sizes(batch_size, num_microbatches, micro_batch_size, default)
+        sizes = microbatch_sizes(batch_size, num_microbatches, microbatch_size, default)
         return split_batch(inputs, batch_size, sizes, rows, dims), sizes
     counts = {name: len(value) for name, value in given.items()}
     count = next(iter(counts.values()))

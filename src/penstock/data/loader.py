@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import default_data_collator
 
 from penstock.data.batch import MicrobatchedBatch
-from penstock.data.sampler import HeterogeneousSampler, Share
+from penstock.data.sampler import BatchShare, HeterogeneousSampler
 from penstock.random_state import seeded
 
 CollateFunction = Callable[[list[Any]], Any]
@@ -254,7 +254,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 class MicrobatchFetcher(torch.utils.data.Dataset[Any]):
-    """A data set whose "index" is a `Share`: loads its samples and collates each microbatch by itself.
+    """A data set whose "index" is a `BatchShare`: loads its samples and collates each microbatch by itself.
 
     Random numbers drawn by the data set and by `collate_fn` (augmentation, token masking) from the generators of
     `random`, `numpy.random` and torch's CPU are seeded by (seed, epoch, place in the epoch, microbatch of the global
@@ -273,7 +273,7 @@ class MicrobatchFetcher(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, share: Share) -> Fetched:
+    def __getitems__(self, share: BatchShare) -> Fetched:
         if not share.microbatches:
             # The names of the inputs are needed even so; a sample that another pipeline trains on tells them.
             with seeded(self.seed, share.epoch, share.start, share.first_microbatch):

@@ -42,35 +42,35 @@ ROWS_PER_SAMPLE_OR_ONE = ("_embeds", "_features", "_ids", "_mask", "_positions",
 def microbatch_sizes(
     batch_size: int,
     num_microbatches: int | None = None,
-    micro_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     default: int | None = None,
 ) -> list[int]:
     """The sizes of the microbatches of a batch of `batch_size` samples.
 
-    `num_microbatches` spreads the remainder over the first ones (10 samples in 4 -> 3, 3, 2, 2). `micro_batch_size`
+    `num_microbatches` spreads the remainder over the first ones (10 samples in 4 -> 3, 3, 2, 2). `microbatch_size`
     gives full ones and a smaller last (10 samples by 3 -> 3, 3, 3, 1). With neither, as many microbatches as `default`
     (one if None), but never more than samples. Raises ValueError for numbers that cannot be.
     """
     if batch_size < 1:
         raise ValueError(f"The batch has {batch_size} samples, so there is nothing to split into microbatches.")
-    for name, value in (("num_microbatches", num_microbatches), ("micro_batch_size", micro_batch_size)):
+    for name, value in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, but is {value}.")
-    if micro_batch_size is not None:
+    if microbatch_size is not None:
         if num_microbatches is not None:
             raise ValueError(
-                f"Both num_microbatches ({num_microbatches}) and micro_batch_size ({micro_batch_size}) are given: "
+                f"Both num_microbatches ({num_microbatches}) and microbatch_size ({microbatch_size}) are given: "
                 "each determines the other, so give one."
             )
-        full, rest = divmod(batch_size, micro_batch_size)
-        return [micro_batch_size] * full + [rest] * (rest > 0)
+        full, rest = divmod(batch_size, microbatch_size)
+        return [microbatch_size] * full + [rest] * (rest > 0)
     if num_microbatches is None:
         num_microbatches = min(max(default or 1, 1), batch_size)
     elif num_microbatches > batch_size:
         raise ValueError(
             f"A batch of {batch_size} samples cannot be split into {num_microbatches} microbatches: "
             f"give batches of at least {num_microbatches} samples, or set num_microbatches to at most {batch_size}, "
-            "or set micro_batch_size instead."
+            "or set microbatch_size instead."
         )
     size, larger = divmod(batch_size, num_microbatches)
     return [size + 1] * larger + [size] * (num_microbatches - larger)

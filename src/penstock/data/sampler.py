@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """One pipeline's part of one global batch of `num_samples`: the indices of its samples, of which there are none if
     the batch has fewer than there are pipelines. `start`: samples of `epoch` before the batch. `first_sample`: the
     index of the batch's first one. `first_microbatch`: how many microbatches other pipelines have before this one."""
@@ -118,11 +118,11 @@ class HeterogeneousSampler:
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[BatchShare]:
         # Read now, not at the first item: the epoch may be set for the next iteration while this one runs.
         return self._shares(self.epoch, self.start)
 
-    def _shares(self, epoch: int, start: int) -> Iterator[Share]:
+    def _shares(self, epoch: int, start: int) -> Iterator[BatchShare]:
         order = epoch_order(self.num_samples, self.shuffle, self.seed, epoch)
         while start < self.num_samples:
             batch = order[start : start + self.global_batch_size]
@@ -135,5 +135,5 @@ class HeterogeneousSampler:
             for size in sizes[self.pipeline_index]:
                 microbatches.append(tuple(batch[begin : begin + size].tolist()))
                 begin += size
-            yield Share(tuple(microbatches), len(batch), epoch, start, int(batch[0]), len(before))
+            yield BatchShare(tuple(microbatches), len(batch), epoch, start, int(batch[0]), len(before))
             start += len(batch)

@@ -41,7 +41,7 @@ class Formations:
         )
         self._schedule = schedule
         self._num_microbatches = global_batch_size // plugin.microbatch_size
-        self._tp_size = plugin.tp_size
+        self._tensor_parallel_size = plugin.tp_size
         # With a sharded optimizer not all that hold a parameter have its state.
         self._owned = [names[0] for names in alias_groups(model)] if plugin.sharded_optimizer else []
         if not isinstance(self._schedule, str) and not settings.templates:
@@ -214,8 +214,8 @@ class Formations:
             about = record(member)
             if about is not None:
                 groups.setdefault(about.group, {})[about.shard] = member
-        complete = [shards for shards in groups.values() if len(shards) == self._tp_size]
-        return [[shards[shard] for shard in range(self._tp_size)] for shards in complete]
+        complete = [shards for shards in groups.values() if len(shards) == self._tensor_parallel_size]
+        return [[shards[shard] for shard in range(self._tensor_parallel_size)] for shards in complete]
 
     def _pipelines_left(self, before: Decision | None, devices: Sequence[Sequence[int]]) -> list[list[int]]:
         """The devices that are left of each former pipeline."""
@@ -223,7 +223,9 @@ class Formations:
             return []
         templates, _ = self.layout(before)
         mappings = [schedule_maker(template, self._schedule)(1).stage_to_rank for template in templates]
-        layout = Layout.place([template.modules_per_stage for template in templates], mappings, self._tp_size)
+        layout = Layout.place(
+            [template.modules_per_stage for template in templates], mappings, self._tensor_parallel_size
+        )
         index_of = {member: index for index, device in enumerate(devices) for member in device[:1]}
         return [
             [index_of[before.members[rank]] for rank in pipeline.ranks(0) if before.members[rank] in index_of]

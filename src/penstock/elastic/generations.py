@@ -58,7 +58,7 @@ class Generations:
 
     now: Decision
 
-    def __init__(self, settings: Elastic, formations: Formations, tp_size: int, facts: str) -> None:
+    def __init__(self, settings: Elastic, formations: Formations, tensor_parallel_size: int, facts: str) -> None:
         self.settings = settings
         self.formations = formations
         self.num_fruitless = 0
@@ -66,7 +66,7 @@ class Generations:
         self._board: FailureBoard | None = None
         # What SIGTERM does in this process when it is no member.
         self._on_sigterm: Any = None
-        self.membership = _come(settings, tp_size, facts)
+        self.membership = _come(settings, tensor_parallel_size, facts)
         atexit.register(self.membership.close)
 
     @property
@@ -224,19 +224,19 @@ class Generations:
             raise error
 
 
-def _come(settings: Elastic, tp_size: int, facts: str) -> Membership:
+def _come(settings: Elastic, tensor_parallel_size: int, facts: str) -> Membership:
     """Make this process a member."""
     store, number = meet(settings.store, settings.run), 0
     # A run that is over leaves its keys behind; the next one of that name goes by another number.
     while _is_over(room := store.within(str(number))):
         number += 1
     local = os.environ.get("LOCAL_RANK")
-    if tp_size > 1 and not local:
+    if tensor_parallel_size > 1 and not local:
         raise ValueError(
             "with tensor parallelism a launcher must set LOCAL_RANK, as the ranks of a stage are on one node"
         )
     node = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
-    index, shard = divmod(int(local or 0), tp_size)
+    index, shard = divmod(int(local or 0), tensor_parallel_size)
     group = f"{socket.gethostname()} {node} {index}" if local else f"{socket.gethostname()} {os.getpid()}"
     return Membership(room, settings.hang_timeout, group, shard, facts)
 

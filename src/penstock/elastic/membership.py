@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from penstock.elastic.meeting import STORE_ERRORS, Meeting
-from penstock.elastic.protocol import Told
+from penstock.elastic.protocol import MemberMessage
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.failures.ring import has_ended, machine
 from penstock.runtime.threads import start_thread
@@ -40,7 +40,7 @@ def tell(meeting: Meeting) -> None:
 
 
 @dataclass(frozen=True)
-class MemberRecord(Told):
+class MemberRecord(MemberMessage):
     """What a member says about itself when it joins. `group`, `shard`: members of one group share stages, each with a
     shard of their weights. `facts`: a digest of its model and settings, which must be everybody's."""
 

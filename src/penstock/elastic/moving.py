@@ -21,7 +21,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.formation import Migration, Values
 
 
-class _Told(NamedTuple):
+class _HoldingsReport(NamedTuple):
     """What a rank reports: what it needs, and whether with the optimizer's state; and what it has with that. Of tensors
     in a state the others are told their specs, of anything else the value."""
 
@@ -114,7 +114,7 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migr
     needs = {name: name in owned for name in here if name in taken or (name in owned and name in elsewhere)}
     has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in elsewhere}
     mine = context.place.tensor_parallel_rank, needs, has
-    every = [_Told(*told) for told in _exchange_values(engine, mine)]
+    every = [_HoldingsReport(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group)
     for name in dict.fromkeys(name for told in every for name in told.needs):
         for to, needing in enumerate(every):

@@ -26,7 +26,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Told:
+class MemberMessage:
     """What members tell each other, as JSON. It consists of numbers, strings and tuples of them."""
 
     def to_json(self) -> str:
@@ -43,7 +43,7 @@ def _in_tuples(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class MemberReport(Told):
+class MemberReport(MemberMessage):
     """A member's last report in a generation.
 
     Attributes:
@@ -70,7 +70,7 @@ class MemberReport(Told):
 
 
 @dataclass(frozen=True)
-class Decision(Told):
+class Decision(MemberMessage):
     """A generation.
 
     Attributes:

@@ -23,7 +23,7 @@ from penstock.random_state import generators_of
 AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
-class Choosing:
+class TokenChoice:
     """How tokens are chosen in one generate(). `watched`: whether more than the tokens is looked at, or may be.
     `config`: of the generation, once transformers has prepared it."""
 

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from penstock.generation.series import Expected, series_of_results
+from penstock.generation.series import ExpectedMessage, series_of_results
 from penstock.generation.single_forwards import Prefill, SingleForwards
-from penstock.generation.turns import Stopped, Turns
+from penstock.generation.turns import LoopStopped, Turns
 from penstock.layout.layout import PipelineLayout
-from penstock.modeling.graph.plan import ForwardPlan, refusal
+from penstock.modeling.graph.plan import DataflowPlan, refusal
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
@@ -79,7 +79,7 @@ class Group:
     forwards: int = 0
     tokens_only: bool = False
     token: TensorSpec | None = None
-    expected: Expected | None = None
+    expected: ExpectedMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Decoding:
         """
         try:
             return loop()
-        except (Exception, Stopped) as error:
+        except (Exception, LoopStopped) as error:
             spec = self.group.token
             ends_here = self._board.failed is not None or (self._turns is not None and self._turns.interrupted)
             if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
@@ -371,7 +371,7 @@ class Decoding:
         if not self.chooses:
             self._pass_on(self._forwards.visits[0][0])
         if self._turns is not None and self._turns.error is not None:
-            raise Stopped
+            raise LoopStopped
         if expected is not None:
             with self._board.guard("receiving results in generation", self.ranks):
                 taken = iter(self._results.take(expected))
@@ -380,7 +380,7 @@ class Decoding:
             output[name] = value
         return output
 
-    def _compare(self, plan: ForwardPlan) -> None:
+    def _compare(self, plan: DataflowPlan) -> None:
         """Raise SettingsMismatch, on every rank, if the others' plan is another one.
 
         The ranks meet here, each when its first stage is due; see `in_turns`. One that has the last stage, too, comes
@@ -457,7 +457,7 @@ class Decoding:
             fields["logits"] = logits[:, -1:]
         return pytree.tree_flatten(fields)
 
-    def _offer(self, leaves: Sequence[Any], plan: ForwardPlan, choosing: bool) -> Expected | None:
+    def _offer(self, leaves: Sequence[Any], plan: DataflowPlan, choosing: bool) -> ExpectedMessage | None:
         """Send the last stage's tensors to the other ranks, whose own are placeholders of the same shapes."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors or not self._results.needed:

@@ -25,7 +25,7 @@ from penstock.data.batch import to_device
 from penstock.data.fingerprint import fingerprint
 from penstock.data.microbatch import MAIN_INPUTS
 from penstock.generation import groups
-from penstock.generation.choosing import Choosing, RowsOfBatch
+from penstock.generation.choosing import RowsOfBatch, TokenChoice
 from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.loss import Criterion, loss_by
@@ -118,7 +118,7 @@ def _run(
 ) -> Any:
     """The generation, in `number` groups of a batch of `size`."""
     decoding, device = decoding_of(model.pipeline), model.pipeline.device
-    choosing = Choosing(model, decoding, watched)
+    choosing = TokenChoice(model, decoding, watched)
     with _over_stages(model, decoding, choosing):
         if number == 1:
             (result,) = decoding.in_groups([partial(original, **arguments)])
@@ -141,7 +141,7 @@ def _run(
     return result
 
 
-class Unheard(BaseStreamer):  # type: ignore[misc]  # a library without types
+class SilentStreamer(BaseStreamer):  # type: ignore[misc]  # a library without types
     """Replaces a streamer that does not stream here, so that all ranks accept or refuse one together."""
 
     def put(self, value: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: 
     own: Any = arguments.get("streamer")
     streams = own is not None and (first or everywhere)
     if any_given and not streams:
-        arguments["streamer"] = Unheard()
+        arguments["streamer"] = SilentStreamer()
     try:
         yield
     finally:
@@ -217,7 +217,7 @@ def _described(value: Any) -> Any:
 
 
 @contextmanager
-def _over_stages(model: Any, decoding: Decoding, choosing: Choosing) -> Iterator[None]:
+def _over_stages(model: Any, decoding: Decoding, choosing: TokenChoice) -> Iterator[None]:
     """For the duration, route what generate() calls besides the model itself over the stages."""
     with ExitStack() as restoring:
 

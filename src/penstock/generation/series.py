@@ -29,7 +29,7 @@ MAX_REMEMBERED = 4096
 
 
 @dataclass(eq=False, slots=True)
-class Expected:
+class ExpectedMessage:
     """A message whose receive was requested. `key`, `family`: its kind; see `Series`. `buffers`: what it is received
     into, once its receives are posted."""
 
@@ -63,7 +63,7 @@ class Series:
         self._known: dict[Hashable, Specs] = {}
         # The first kind of each family with what it consists of, and whether others have the same; None if not.
         self._families: dict[Hashable, tuple[Hashable, Specs, bool | None]] = {}
-        self._expected: deque[Expected] = deque()
+        self._expected: deque[ExpectedMessage] = deque()
         # How many of the expected are posted: the first ones.
         self._num_posted = 0
 
@@ -99,14 +99,14 @@ class Series:
 
     def expect(
         self, count: int, key: Hashable | None = None, family: Hashable | None = None, specs: Specs | None = None
-    ) -> Expected:
+    ) -> ExpectedMessage:
         """Request the next message, of `count` tensors, with the arguments that its sender gives."""
-        expected = Expected(count, key, family, specs)
+        expected = ExpectedMessage(count, key, family, specs)
         self._expected.append(expected)
         self._post()
         return expected
 
-    def take(self, expected: Expected) -> list[torch.Tensor]:
+    def take(self, expected: ExpectedMessage) -> list[torch.Tensor]:
         """The tensors of the oldest message that was not taken yet. On an accelerator only the stream waits."""
         if self._expected[0] is not expected:
             raise RuntimeError("messages were taken in another order than their receives were posted in")

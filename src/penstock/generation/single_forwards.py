@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from penstock.data.microbatch import microbatch_sizes, split_batch
-from penstock.generation.series import Expected, Series, series_over
-from penstock.modeling.graph.plan import ForwardPlan
+from penstock.generation.series import ExpectedMessage, Series, series_over
+from penstock.modeling.graph.plan import DataflowPlan
 from penstock.modeling.placeholders.caches import decoder_part, layer_placeholder, past_length
 from penstock.modeling.stage.outputs import merge_outputs
 from penstock.modeling.stage.split import SplitModel
@@ -36,13 +36,13 @@ class Forward:
     the boundaries; see `Series`. `handed`: what a stage hands to the next one on this rank. `output`: the model's, in
     which only the values of the last stage are right; None until this rank's last stage has run."""
 
-    plan: ForwardPlan
+    plan: DataflowPlan
     inputs: Mapping[str, Any]
     key: Hashable
     family: Hashable | None
     caches: StageCaches | None
     seed: int | None
-    incoming: dict[int, Expected] = field(default_factory=dict)
+    incoming: dict[int, ExpectedMessage] = field(default_factory=dict)
     handed: Sequence[torch.Tensor] = ()
     output: Any = None
 
@@ -76,7 +76,7 @@ class SingleForwards:
         for series in (*self._below.values(), *self._above.values()):
             context.board.on_abort(series.clear)
 
-    def begin(self, plan: ForwardPlan, inputs: Mapping[str, Any]) -> Forward:
+    def begin(self, plan: DataflowPlan, inputs: Mapping[str, Any]) -> Forward:
         """Begin a forward with these inputs: post receives for what this rank's only stage receives in it. What a later
         one of several receives is asked for after the one before it, so that forwards ask in the order of their turns.
 
@@ -110,7 +110,7 @@ class SingleForwards:
         with label(f"F stage {stage}"):
             # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
             receive = (lambda: handed) if expected is None else partial(self._below[stage].take, expected)
-            received = _Awaited(len(plan.boundaries[stage - 1]) if stage else 0, receive)
+            received = _PendingValues(len(plan.boundaries[stage - 1]) if stage else 0, receive)
             output = self._split.walk(
                 plan,
                 stage,
@@ -129,7 +129,7 @@ class SingleForwards:
         else:
             self._ask_ahead(begun, self._own_stages[self._own_stages.index(stage) + 1])
 
-    def _next_seed(self, plan: ForwardPlan) -> int | None:
+    def _next_seed(self, plan: DataflowPlan) -> int | None:
         """Where random numbers are drawn: a seed of its own for every forward, so that no rank's generator moves."""
         if not self._split.draws(plan):
             return None
@@ -137,7 +137,7 @@ class SingleForwards:
         return self.seed
 
 
-class _Awaited(Sequence[torch.Tensor]):
+class _PendingValues(Sequence[torch.Tensor]):
     """Values on their way: their number is known, they are waited for when the first one is asked for."""
 
     def __init__(self, count: int, receive: Callable[[], Sequence[torch.Tensor]]) -> None:
@@ -168,7 +168,7 @@ def _shapes(inputs: Mapping[str, Any]) -> Iterator[Hashable]:
             yield (name, *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(value)))
 
 
-def _family(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Hashable | None:
+def _family(plan: DataflowPlan, inputs: Mapping[str, Any]) -> Hashable | None:
     """What forwards of one more token each have in common, whatever was cached before; None for other forwards."""
     cache = next((value for value in inputs.values() if isinstance(value, Cache)), None)
     new = next((inputs[name] for name in ("decoder_input_ids", "input_ids") if inputs.get(name) is not None), None)
@@ -204,7 +204,7 @@ class StageCaches:
     Afterwards the layers of all stages are put together.
     """
 
-    def __init__(self, plan: ForwardPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
+    def __init__(self, plan: DataflowPlan, stages: Sequence[int], inputs: Mapping[str, Any]) -> None:
         self._inputs = inputs
         self._stages = stages
         self._name = next((name for name, value in inputs.items() if isinstance(value, Cache)), None)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 T = TypeVar("T")
 
 
-class Stopped(BaseException):
+class LoopStopped(BaseException):
     """Ends a loop because another one failed. No `Exception`, so that nobody's code swallows it."""
 
 
@@ -56,7 +56,7 @@ class Turns:
             try:
                 self._wait(number)
                 results[number] = loops[number]()
-            except Stopped:
+            except LoopStopped:
                 pass
             except BaseException as error:
                 if self.current == number and isinstance(error, Exception):
@@ -97,7 +97,7 @@ class Turns:
         self._doors[number].acquire()
         self.current = number
         if self.interrupted:
-            raise Stopped
+            raise LoopStopped
         self._begins()
 
     @property

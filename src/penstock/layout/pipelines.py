@@ -111,16 +111,16 @@ def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]
     return tuple(pipelines)
 
 
-def check_ranks(ranks: Sequence[int], stages: Sequence[int], tp_size: int, world_size: int) -> None:
+def check_ranks(ranks: Sequence[int], stages: Sequence[int], tensor_parallel_size: int, world_size: int) -> None:
     """Check that pipelines of so many `stages`, on so many ranks each, use all ranks of the world."""
-    needed = sum(ranks) * tp_size
+    needed = sum(ranks) * tensor_parallel_size
     if needed != world_size:
         need = f"({' + '.join(map(str, ranks))})"
         if list(ranks) != list(stages):
             need += f" for {' + '.join(map(str, stages))} stages, of which the schedule puts several on a rank,"
         raise AssertionError(
             f"Number of ranks in pipeline templates does not match world size: the pipelines need {need} x tp_size "
-            f"{tp_size} = {needed} ranks, but the world has {world_size}"
+            f"{tensor_parallel_size} = {needed} ranks, but the world has {world_size}"
         )
 
 

@@ -8,10 +8,10 @@ from functools import cache, partial
 
 from penstock.layout.partition import partition, split_into
 from penstock.planning.cluster import Link
-from penstock.planning.memory import Held, memory_of_ranks
+from penstock.planning.memory import HeldBytes, memory_of_ranks
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
 from penstock.planning.profile import UnitCost, held_by_stages, stages_of
-from penstock.planning.search import Chain, Split, Template, find_splits, layouts
+from penstock.planning.search import Chain, StageSplit, Template, find_splits, layouts
 from penstock.planning.sharing import split_microbatches
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import DEEP, default_stages_per_rank, live_microbatches
@@ -71,9 +71,9 @@ class Candidates:
         self._partition = cache(partial(partition, tuple(job.seconds)))
         self.simulated = cache(self._simulate)
 
-    def candidates(self) -> list[list[Split]]:
+    def candidates(self) -> list[list[StageSplit]]:
         """Layouts that may be the best, fastest first by formula: those found last, with pipelines of any depth."""
-        found: dict[tuple[Split, ...], tuple[float, list[Split]]] = {}
+        found: dict[tuple[StageSplit, ...], tuple[float, list[StageSplit]]] = {}
         for templates in self.templates():
             deepest = max((sum(template.counts) for template in templates), default=0)
             for depth in (1 << power for power in range(deepest.bit_length())):
@@ -90,14 +90,14 @@ class Candidates:
         ]
         return best[:1] + [splits for splits in tidied if splits not in best] + best[1:]
 
-    def _tidy(self, split: Split, reverse: bool) -> Split:
+    def _tidy(self, split: StageSplit, reverse: bool) -> StageSplit:
         """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
         classes = tuple(sorted(split.classes, reverse=reverse))
         speeds = [self.job.cluster.classes[index].speed for index in classes]
         found = partition(self.job.seconds, speeds)
         times = map(sum, split_into(self.job.seconds, found.sizes))
         total = sum(seconds / speed for seconds, speed in zip(times, speeds, strict=True))
-        return Split(classes, found.sizes, found.time, total) if found.time <= split.slowest * 1.1 else split
+        return StageSplit(classes, found.sizes, found.time, total) if found.time <= split.slowest * 1.1 else split
 
     def templates(self) -> list[list[Template]]:
         """The splits for each set of devices that fit under 1F1B; and under the lean schedules, which hold less, where
@@ -107,7 +107,7 @@ class Candidates:
         under_1f1b = find_splits(self._chain) if len(lean) < len(job.schedules) else []
         under_lean: list[Template] = []
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
-        whole = Held.together(job.held).with_live(1)
+        whole = HeldBytes.together(job.held).with_live(1)
         for name in lean if any(kind.memory < whole for kind in job.cluster.classes) else ():
             for depth in some_depths(min(len(job.parts) // default_stages_per_rank(name), job.cluster.size)):
                 live = max(live_microbatches(name, depth, rank, job.num_microbatches) for rank in range(depth))
@@ -149,7 +149,7 @@ class Candidates:
         pairs = zip(units, stages_of(job.recomputed, sizes), schedule.stage_to_rank, strict=True)
         return tuple(recomputed if short[rank] else plain for plain, recomputed, rank in pairs)
 
-    def _pipeline(self, split: Split, name: str) -> CandidatePipeline | None:
+    def _pipeline(self, split: StageSplit, name: str) -> CandidatePipeline | None:
         """A split under a schedule, or other stages on its devices; None if these cannot hold that."""
         mapping = schedule_of(name, len(split.classes), 1).stage_to_rank
         parts, num_ranks = self.job.parts, len(split.classes)
@@ -158,15 +158,15 @@ class Candidates:
         per_rank = len(mapping) // num_ranks
 
         def fits(sizes: Sequence[int]) -> bool:
-            of_ranks: list[list[Held]] = [[] for _ in kinds]
+            of_ranks: list[list[HeldBytes]] = [[] for _ in kinds]
             for rank, held in zip(mapping, split_into(self.job.held, sizes), strict=True):
                 of_ranks[rank] += held
             return all(
-                Held.together(held).with_live(count) <= kind.memory
+                HeldBytes.together(held).with_live(count) <= kind.memory
                 for held, count, kind in zip(of_ranks, live, kinds, strict=True)
             )
 
-        whole = Held.together(self.job.held)
+        whole = HeldBytes.together(self.job.held)
         if len(mapping) > len(parts) or whole.state + min(live) * whole.kept > sum(kind.memory for kind in kinds):
             return None
         speeds = tuple(kinds[rank].speed for rank in mapping)

@@ -12,11 +12,11 @@ from torch import nn
 
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
-from penstock.planning.memory import Held, memory_of_ranks
+from penstock.planning.memory import HeldBytes, memory_of_ranks
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
-from penstock.planning.profiling import Followed, chunked_head, follow, profile_model
+from penstock.planning.profiling import FollowedForward, chunked_head, follow, profile_model
 from penstock.schedule.registry import PLAIN
 
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
@@ -36,7 +36,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingSetup:
     recipe: Recipe
     checkpointing: bool  # whether activations are recomputed
     loss_chunk_tokens: int | None
@@ -57,7 +57,7 @@ class Way:
                 break
             rank -= len(pipeline.devices)
 
-        def of_others(held: Sequence[Held]) -> float:
+        def of_others(held: Sequence[HeldBytes]) -> float:
             return whole.activations - memory_of_ranks(pipeline.schedule, held)[rank].activations
 
         *below, last = pipeline.stages
@@ -76,7 +76,7 @@ def ways(
     cluster: Cluster,
     num_microbatches: int,
     schedule: str = PLAIN,
-) -> list[Way]:
+) -> list[TrainingSetup]:
     found = []
     for recipe, chunk, profile in profiles:
         job = Job(profile, cluster, num_microbatches, schedules=(schedule,))
@@ -85,7 +85,7 @@ def ways(
             continue
         for checkpointing in (False, True):
             jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
-            found.append(Way(recipe, checkpointing, chunk, *_planned(jobs)))
+            found.append(TrainingSetup(recipe, checkpointing, chunk, *_planned(jobs)))
     return found
 
 
@@ -94,7 +94,7 @@ def profiles_of(
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
     """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
     can, with those of a chunk. The model is changed; recipes of one type follow each other."""
-    followed: dict[torch.dtype, Followed] = {}
+    followed: dict[torch.dtype, FollowedForward] = {}
     chunks: tuple[int | None, ...] = (None,)
     for recipe in recipes:
         if recipe.dtype not in followed:
@@ -132,7 +132,7 @@ def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
         return None, min(plans, key=lambda plan: plan.fullest[1].total), str(error)
 
 
-def best(found: Sequence[Way]) -> Way | None:
+def best(found: Sequence[TrainingSetup]) -> TrainingSetup | None:
     """The first of the fastest that fit: what changes the model least comes first. A packed base only if no other
     fits, as it is slower than predicted."""
     fitting = [way for way in found if way.plan is not None]
@@ -140,6 +140,6 @@ def best(found: Sequence[Way]) -> Way | None:
     return min(fitting, key=lambda way: way.plan.seconds if way.plan else 0.0, default=None)
 
 
-def nearest(found: Sequence[Way]) -> Way:
+def nearest(found: Sequence[TrainingSetup]) -> TrainingSetup:
     """The one whose fullest device needs least."""
     return min(found, key=lambda way: way.shown.fullest[1].total if way.shown else math.inf)

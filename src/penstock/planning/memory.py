@@ -31,7 +31,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldBytes:
     """What units hold, in bytes."""
 
     weights: float = 0.0
@@ -64,7 +64,7 @@ class Held:
         return {name: (size, trained, trained * states) for name, size, trained in self.tied}
 
     @staticmethod
-    def together(parts: Iterable[Held]) -> Held:
+    def together(parts: Iterable[HeldBytes]) -> HeldBytes:
         """What units hold on one stage, given in forward order: only one of them works at a time. In a backward the
         units above it have let go of `kept`, or hold `deferred` in its place."""
         weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
@@ -86,18 +86,19 @@ class Held:
             kept += part.kept
             deferred += put_off
             output = part.output
-        return Held(
+        return HeldBytes(
             weights=weights, gradients=gradients, optimizer=optimizer, kept=kept, working=working, deferred=deferred,
             splitting=splitting, output=output, forwarding=forwarding, tied=tuple(tied.values()),
         )  # fmt: skip
 
 
-def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEstimate]:
+def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[MemoryEstimate]:
     """The most that each rank of a pipeline holds at once in a step, followed action by action, as the stages of a rank
     need not peak together:
 
-    - what `Held` says of microbatches, and of the stage whose forward or backward is under way;
-    - messages around it, see `_Around`, and the gradient that came for it or waits for the backward of the stage below;
+    - what `HeldBytes` says of microbatches, and of the stage whose forward or backward is under way;
+    - messages around it, see `_StageMemory`, and the gradient that came for it or waits for the backward of the stage
+      below;
     - what the caller's loop holds until it is given the next loss: the output, and through the loss's graph the value
       that the rank's top stage received, with its gradient.
 
@@ -108,7 +109,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
     for rank, actions in enumerate(schedule.actions):
         own = schedule.stages_of(rank)
         top = own[-1]
-        around = {stage: _Around(stages[stage], count, stage - 1 in own, stage + 1 in own) for stage in own}
+        around = {stage: _StageMemory(stages[stage], count, stage - 1 in own, stage + 1 in own) for stage in own}
         # Backwards whose weight gradients follow at once are not split.
         whole = schedule.whole_backwards(rank)
         deferred: set[tuple[int, int]] = set()
@@ -140,7 +141,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[Held]) -> list[MemoryEs
                 of_caller = of_loop
             under_way += here.answer()
             peak = max(peak, held + under_way + of_caller)
-        state = Held.together(stages[stage] for stage in own)
+        state = HeldBytes.together(stages[stage] for stage in own)
         found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
     return found
 
@@ -151,7 +152,7 @@ def messages_at_most(received: float, sent: float, num_microbatches: int) -> flo
     return posted + min(num_microbatches, _ahead(sent) + 1) * sent
 
 
-class _Around:
+class _StageMemory:
     """What one stage holds, and the bytes of messages around it that its microbatches do not hold themselves.
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
@@ -160,7 +161,7 @@ class _Around:
     the same rank.
     """
 
-    def __init__(self, held: Held, count: int, from_here: bool, to_here: bool) -> None:
+    def __init__(self, held: HeldBytes, count: int, from_here: bool, to_here: bool) -> None:
         self.kept = held.kept - (held.received if from_here else 0.0)
         self.deferred = held.kept if held.deferred is None else held.deferred
         self.forwarding = held.working if held.forwarding is None else held.forwarding

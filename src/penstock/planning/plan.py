@@ -10,11 +10,11 @@ from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 from penstock.planning.cluster import Cluster
-from penstock.planning.memory import Held, MemoryEstimate, memory_of_ranks
+from penstock.planning.memory import HeldBytes, MemoryEstimate, memory_of_ranks
 from penstock.planning.profile import Profile, UnitCost, held_by_stages, seconds_of, sums
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import PLAIN, build, planned_schedules
-from penstock.sharded_optimizer.owners import BYTES_KEPT, Owned, choose_owners
+from penstock.sharded_optimizer.owners import BYTES_KEPT, OwnershipGroup, choose_owners
 from penstock.simulation.simulate import Costs, LayoutSimulation, Reduction, simulate_layout
 
 
@@ -62,9 +62,9 @@ class Job:
         return seconds_of(self.parts)
 
     @cached_property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[HeldBytes, ...]:
         """The memory that each part needs; at least, if it may be recomputed."""
-        return tuple(Held.together(part) for part in self.recomputed or self.parts)
+        return tuple(HeldBytes.together(part) for part in self.recomputed or self.parts)
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
         )
         for own, rank in zip(holders, ranks, strict=True):
             own.append(first + rank)
-    parts, states = list[Owned](), list[float]()
+    parts, states = list[OwnershipGroup](), list[float]()
     known: dict[str, int] = {}
     for own, unit in zip(holders, job.profile.units, strict=True):
         sizes = list(unit.sizes or (unit.gradients,))
@@ -260,7 +260,7 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
             elif trained:
                 known[name] = len(parts) + sizes.index(trained)
         for size in sizes:
-            parts.append(Owned((tuple(own),), BYTES_KEPT * size))
+            parts.append(OwnershipGroup((tuple(own),), BYTES_KEPT * size))
             states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
     limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]
     used = [one.weights - (0.0 if math.isinf(limit) else limit) for one, limit in zip(memory, limits, strict=True)]

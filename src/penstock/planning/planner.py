@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from penstock.layout.partition import partition, split_into
 from penstock.planning.candidates import Candidate, Candidates, some_depths
 from penstock.planning.exact import exact_layouts
-from penstock.planning.memory import Held, readable
+from penstock.planning.memory import HeldBytes, readable
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
 from penstock.planning.profile import seconds_of, stages_of
 from penstock.schedule.registry import PLAIN
@@ -135,7 +135,7 @@ def explain(job: Job) -> Infeasible:
                 for kind in classes
             )
             return Infeasible(f"no plan: {name} alone needs {readable(least)} on {where}")
-    whole = Held.together(held)
+    whole = HeldBytes.together(held)
     most = sorted((kind.memory for kind in classes for _ in range(kind.count)), reverse=True)[: len(parts)]
     if whole.with_live(1) > sum(most):
         return Infeasible(

@@ -13,13 +13,13 @@ from pathlib import Path
 from penstock.layout.partition import split_into
 from penstock.layout.template import end_modules
 from penstock.planning.cluster import Link
-from penstock.planning.memory import Held
+from penstock.planning.memory import HeldBytes
 
 FORMAT = "penstock profile 1"
 
 
 @dataclass(frozen=True)
-class UnitCost(Held):
+class UnitCost(HeldBytes):
     """One unit and one microbatch: its seconds on the device that the profile is of, and what it holds."""
 
     name: str
@@ -123,12 +123,12 @@ def seconds_of(stages: Iterable[Sequence[UnitCost]]) -> list[float]:
 SMALL_VALUES = 4096.0
 
 
-def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[Held]:
+def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[HeldBytes]:
     """What the units of each stage hold together, and its output for each microbatch until the gradient comes back."""
     found = []
     received = 0.0
     for number, units in enumerate(stages):
-        held, sent = Held.together(units), units[-1].crossing if number < len(stages) - 1 else 0.0
+        held, sent = HeldBytes.together(units), units[-1].crossing if number < len(stages) - 1 else 0.0
         # What was received is held, though its first unit may not keep it.
         small = SMALL_VALUES if received or sent else 0.0
         kept, working = max(held.kept, received) + sent, held.working + small

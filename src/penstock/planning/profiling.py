@@ -38,7 +38,7 @@ SMALL, LARGE, REPETITIONS = 4096, 8 * 2**20, 9
 
 
 @dataclass(frozen=True)
-class Followed:
+class FollowedForward:
     """A forward of a model, followed once."""
 
     names: list[str]
@@ -56,7 +56,7 @@ def profile_model(
     operations_per_second: float = 312e12,
     optimizer_states: float = 2,
     loss_chunk_tokens: int | None = None,
-    followed: Followed | None = None,
+    followed: FollowedForward | None = None,
 ) -> Profile:
     """The costs of a model's units for microbatches of `batch` samples of `length` tokens.
 
@@ -126,7 +126,7 @@ def _head_of(model: nn.Module, names: Sequence[str]) -> str | None:
     return head_unit(model, {name: model.get_submodule(name) for name in names})
 
 
-def chunked_head(model: nn.Module, followed: Followed) -> str | None:
+def chunked_head(model: nn.Module, followed: FollowedForward) -> str | None:
     """The unit that makes the logits. Raises ChunkedLossError if these cannot be made in chunks."""
     head = _head_of(model, followed.names)
     refuse_head(None if head is None else model.get_submodule(head), model)
@@ -137,7 +137,7 @@ def chunked_head(model: nn.Module, followed: Followed) -> str | None:
     return head
 
 
-def follow(model: nn.Module, batch: int, length: int) -> Followed:
+def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
     """Follow a forward on the first guess of inputs that can be traced, of one with so many samples if there is one."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
@@ -157,7 +157,7 @@ def follow(model: nn.Module, batch: int, length: int) -> Followed:
             continue
         assert isinstance(recorder, _Recorder)
         boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
-        return Followed(names, recorder.calls, boundaries, {}, inputs)
+        return FollowedForward(names, recorder.calls, boundaries, {}, inputs)
     if known_of(model).example_inputs is None and not isinstance(model, PreTrainedModel):
         raise InputsNeeded(model, str(failure)) from failure
     if not isinstance(failure, (NotImplementedError, ValueError)):

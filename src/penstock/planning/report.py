@@ -15,7 +15,7 @@ import torch
 from rich.table import Column, Table
 
 from penstock.layout.announce import compact
-from penstock.planning.fit import Way, best, nearest
+from penstock.planning.fit import TrainingSetup, best, nearest
 from penstock.planning.memory import readable, unit_of
 from penstock.planning.plan import Plan
 from penstock.tables import WIDTH, as_text
@@ -62,7 +62,7 @@ def section_of(plan: Plan) -> dict[str, Any] | None:
     first, about = plan.pipelines[0], plan.job.profile.about
     section: dict[str, Any] = {"pipeline_parallel_size": len(first.devices)}
     if "microbatch" in about:
-        section["micro_batch_size"] = about["microbatch"]
+        section["microbatch_size"] = about["microbatch"]
     if plan.job.sharded:
         section["sharded_optimizer"] = True
     if "loss_chunk_tokens" in about:
@@ -126,7 +126,7 @@ SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
 
 
 def fit_text(
-    found: Sequence[Way], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
+    found: Sequence[TrainingSetup], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
 ) -> str:
     """The verdict, a row for each recipe or for every way, the devices, and the configuration of the best.
 
@@ -172,7 +172,7 @@ def fit_text(
     return "\n".join(lines)
 
 
-def draw_memory(found: Sequence[Way], path: Path) -> Path:
+def draw_memory(found: Sequence[TrainingSetup], path: Path) -> Path:
     """A bar for each device of the best way, or of the one that needs least."""
     try:
         from matplotlib.figure import Figure

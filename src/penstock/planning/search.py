@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.layout.partition import ROUNDING
 from penstock.planning.cluster import Cluster, Link
-from penstock.planning.memory import Held, messages_at_most
+from penstock.planning.memory import HeldBytes, messages_at_most
 from penstock.planning.profile import UnitCost, seconds_of
 from penstock.planning.sharing import run_sums, split_microbatches
 
@@ -36,7 +36,7 @@ MOST_STATES = 500
 
 
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """A model's parts split into stages for devices of certain classes. Equal ones have the same classes and sizes."""
 
     classes: Counts
@@ -56,9 +56,9 @@ class Template:
     def seconds(self, microbatches: int) -> float:
         return min([total + (microbatches - 1) * slowest for slowest, total in self.times])
 
-    def split_for(self, microbatches: int) -> Split:
+    def split_for(self, microbatches: int) -> StageSplit:
         label = min(range(len(self.times)), key=lambda i: self.times[i][1] + (microbatches - 1) * self.times[i][0])
-        return Split(*self.follow(label), *self.times[label])
+        return StageSplit(*self.follow(label), *self.times[label])
 
 
 def find_splits(
@@ -130,7 +130,7 @@ class Chain:
 
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For every run of parts: its seconds, its memory for each microbatch, and besides."""
-        held = [Held.together(part) for part in parts]
+        held = [HeldBytes.together(part) for part in parts]
         state = run_sums([one.state for one in held])
         before_it: dict[str, int] = {}
         for end, one in enumerate(held):
@@ -139,7 +139,7 @@ class Chain:
                     state[: before_it[name] + 1, end + 1 :] -= sum(sizes)
                 before_it[name] = end
         kept = run_sums([one.kept for one in held])
-        # See `Held.together`: what a part works with, when those above it have let go of what they kept.
+        # See `HeldBytes.together`: what a part works with, when those above it have let go of what they kept.
         before = np.cumsum([one.kept for one in held])
         need = before + np.array([one.working for one in held])
         working = np.zeros_like(state)
@@ -255,7 +255,7 @@ def _deepest_mixture(num_classes: int) -> int:
 
 def layouts(
     templates: Sequence[Template], limits: Counts, microbatches: int, copies: int, tolerance: float = 0.0
-) -> Iterator[tuple[float, list[Split]]]:
+) -> Iterator[tuple[float, list[StageSplit]]]:
     """Layouts by falling time of a step, by formula; the last is the best, or slower by at most the share `tolerance`.
     Nothing if there is none. Each pipeline gets at least one of the microbatches."""
     if not templates or microbatches < copies:

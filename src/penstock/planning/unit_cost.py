@@ -24,7 +24,7 @@ from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.costs import operations_of_product
 from penstock.modeling.placeholders.ghosts import meta_placeholder
 from penstock.planning.profile import UnitCost
-from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues, install, uninstall
+from penstock.runtime.gradients.weight_gradients import DeferredGradient, WeightGradientQueues, install, uninstall
 from penstock.runtime.loss_proxy import requires_grad
 
 # The leaves of a unit's arguments, and how they are put together.
@@ -183,9 +183,9 @@ class _Queue(WeightGradientQueues):
 
     def __init__(self) -> None:
         super().__init__()
-        self._left: list[Deferred] = []
+        self._left: list[DeferredGradient] = []
 
-    def defer(self, deferred: Deferred) -> None:
+    def defer(self, deferred: DeferredGradient) -> None:
         self._left.append(deferred)
 
     def num_bytes(self, parameters: list[nn.Parameter]) -> float:

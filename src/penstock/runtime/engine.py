@@ -435,7 +435,7 @@ class Engine:
         default = DEFAULT_MICROBATCHES_PER_RANK * self.context.pipeline.num_ranks
         if wanted is not None and at_most:
             return microbatches_of(inputs, self._main_input_name, default=wanted, media=self.media, dims=dims)
-        size = self.options.micro_batch_size
+        size = self.options.microbatch_size
         return microbatches_of(inputs, self._main_input_name, wanted, size, default, self.media, dims)
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.data.batch import with_one_sample_more
 from penstock.data.fingerprint import described, fingerprint
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.outputs import Form, Shapes, joint_form, merge_outputs, named_output, output_of
+from penstock.modeling.stage.outputs import OutputForm, Shapes, joint_form, merge_outputs, named_output, output_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
@@ -58,7 +58,7 @@ def shapes_of_one_more(engine: Engine, microbatch: Mapping[str, Any], size: int)
 @contextlib.contextmanager
 def _evaluation(
     engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None, call: Call
-) -> Iterator[tuple[Any, Form | None]]:
+) -> Iterator[tuple[Any, OutputForm | None]]:
     """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
     over_all_pipelines = call is Call.EVALUATE_TOGETHER
@@ -128,7 +128,7 @@ def run_forwards(
     return outputs if is_last else None
 
 
-def share_output(output: Any, context: RankContext, form: Form | None = None) -> Any:
+def share_output(output: Any, context: RankContext, form: OutputForm | None = None) -> Any:
     """Every rank of the pipeline gets the output that the rank of the last stage holds (or its None). `form` is that of
     the plan, so that a class of the user's own need not travel."""
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank

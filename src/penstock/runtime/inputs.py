@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from penstock.modeling.graph.loss import Criterion, LossTerm, read_counts
-from penstock.modeling.graph.plan import ForwardPlan
+from penstock.modeling.graph.plan import DataflowPlan
 from penstock.nested import named_tensors
 
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
@@ -41,7 +41,7 @@ class StepInputs:
     """
 
     microbatches: Sequence[Mapping[str, Any]]
-    plans: Sequence[ForwardPlan]
+    plans: Sequence[DataflowPlan]
     signatures: Sequence[Any]
     counts: Sequence[Sequence[float]]
     sizes: Sequence[int]
@@ -55,7 +55,7 @@ class StepInputs:
     def of(
         cls,
         microbatches: Sequence[Mapping[str, Any]],
-        plan_of: Callable[..., ForwardPlan],
+        plan_of: Callable[..., DataflowPlan],
         sizes: Sequence[int],
         first_microbatch: int,
         number: int,
@@ -66,7 +66,7 @@ class StepInputs:
     ) -> StepInputs:
         """Make the inputs of microbatches; `plan_of(microbatch, criterion=...)` gives the plan of one."""
         hosts = microbatches if hosts is None else hosts
-        plans: list[ForwardPlan] = []
+        plans: list[DataflowPlan] = []
         signatures: list[Any] = []
         previous: Any = None
         for microbatch in microbatches:
@@ -122,7 +122,7 @@ class StepInputs:
         return (self.run_seed + self.number * STEP_STRIDE + index * MICROBATCH_STRIDE) & SEED_MASK
 
 
-def _refuse_unlike_losses(plans: Sequence[ForwardPlan]) -> None:
+def _refuse_unlike_losses(plans: Sequence[DataflowPlan]) -> None:
     """Raise NotImplementedError if the losses of microbatches are made of unlike means: there is none of the batch."""
     made = [None if plan.loss is None else [replace(term, calls=()) for term in plan.loss.counted] for plan in plans]
     other = next((number for number, terms in enumerate(made) if terms != made[0]), None)
@@ -186,8 +186,8 @@ def _first(value: Any) -> Any:
 
 
 def _plan(
-    plan_of: Callable[..., ForwardPlan], microbatch: Mapping[str, Any], criterion: Criterion | None
-) -> ForwardPlan:
+    plan_of: Callable[..., DataflowPlan], microbatch: Mapping[str, Any], criterion: Criterion | None
+) -> DataflowPlan:
     """The plan, or a ValueError if labels of an unusual type, or no token for padding, are why there is none."""
     try:
         return plan_of(microbatch, criterion=criterion)

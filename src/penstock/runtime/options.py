@@ -31,7 +31,7 @@ class EngineOptions:
     """The same on all ranks; see `penstock.config.configuration.Configuration` for those that have its names.
 
     Attributes:
-        num_microbatches, micro_batch_size: how a batch is split, if not by its own number of microbatches.
+        num_microbatches, microbatch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         timeout: how long a transfer may take; None for that of torch's default process group.
         patience: how many seconds a rank waits for others before it says so.
@@ -40,7 +40,7 @@ class EngineOptions:
     """
 
     num_microbatches: int | None = None
-    micro_batch_size: int | None = None
+    microbatch_size: int | None = None
     batch_dim: BatchDims = field(default_factory=dict)
     loss_chunk_tokens: int | None = None
     trace: str | os.PathLike[str] | None = None

@@ -114,11 +114,11 @@ def insert_communication(
                 queued.add(other)
                 heappush(ready, (run.time_of(other), other))
     if any(heads := run.heads()):
-        raise Blocked(heads)
+        raise Deadlock(heads)
     return tuple(tuple(operations) for operations in run.operations)
 
 
-class Blocked(Exception):
+class Deadlock(Exception):
     """No rank can go on. `heads` holds, per rank, what it is stuck at; ``None`` for a rank that is done."""
 
     def __init__(self, heads: Sequence[Operation | None]) -> None:
@@ -215,7 +215,7 @@ def within_window(schedule: Schedule, window: int, losses: bool = False) -> tupl
     while True:
         try:
             return window, insert_communication(schedule, window, losses)
-        except Blocked:
+        except Deadlock:
             if window >= schedule.num_microbatches:
                 raise
             window *= 2

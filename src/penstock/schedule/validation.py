@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 from operator import attrgetter, ne
 
 from penstock.schedule.actions import Action, Kind, Schedule, ScheduleError
-from penstock.schedule.communication import Blocked, insert_communication
+from penstock.schedule.communication import Deadlock, insert_communication
 
 _SHOWN = 5
 
@@ -29,7 +29,7 @@ def validate(schedule: Schedule) -> None:
     _check_order_at_the_caller(schedule)
     try:
         insert_communication(schedule)
-    except Blocked as blocked:
+    except Deadlock as blocked:
         raise ScheduleError(_describe_block(schedule, blocked)) from None
     _check_channels(schedule)
 
@@ -102,7 +102,7 @@ def _check_channels(schedule: Schedule) -> None:
                 )
 
 
-def _describe_block(schedule: Schedule, blocked: Blocked) -> str:
+def _describe_block(schedule: Schedule, blocked: Deadlock) -> str:
     ended = [takewhile(partial(ne, head), row) for row, head in zip(schedule.actions, blocked.heads, strict=True)]
     done = {action for row in ended for action in row}
     lines = []

@@ -18,7 +18,7 @@ logger = logging.getLogger("penstock")
 BYTES_KEPT = 3
 
 
-class Owned(NamedTuple):
+class OwnershipGroup(NamedTuple):
     """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
     Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
     `num_bytes`: what an owner keeps for it. What is not trained comes last. `places`: of the holders that should own it
@@ -30,7 +30,7 @@ class Owned(NamedTuple):
     places: tuple[int, ...] = ()
 
 
-def choose_owners(parts: Sequence[Owned], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
+def choose_owners(parts: Sequence[OwnershipGroup], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
     """For each part, the places of its owners among its holders, so that the ranks' free memory fills up evenly.
 
     The largest part comes first, and each goes to those of its holders that have most left (Graham, "Bounds on
@@ -84,7 +84,10 @@ def with_owners(
             sizes[name] = num_bytes
             trained |= {name} if is_trained else set()
     # What is frozen now takes no memory, but may be trained later.
-    parts = [Owned(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, better[name]) for name in holders]
+    parts = [
+        OwnershipGroup(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, better[name])
+        for name in holders
+    ]
     chosen_places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
     for part, name, chosen in zip(parts, holders, chosen_places, strict=True):
         owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in part.holders}

@@ -28,7 +28,7 @@ _OVERWRITING = DRAWN_IN_PLACE | {"fill_", "zero_", "copy_"}
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _WatchedParameter:
     parameter: nn.Parameter
     # Kept alive, so that its memory address, which is its identity, is not reused.
     storage: torch.UntypedStorage
@@ -41,9 +41,9 @@ class ShardKeeper:
 
     def __init__(self, index: int, count: int) -> None:
         self._index, self._count = index, count
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _WatchedParameter] = {}
         self._scratch = Scratch()
-        self._open: _Watched | None = None
+        self._open: _WatchedParameter | None = None
         self._whole = torch.empty(0)
 
     def watch(self, parameter: nn.Parameter, sharding: Sharding, value: torch.Tensor | None = None) -> None:
@@ -56,7 +56,7 @@ class ShardKeeper:
 
     def keep(self, parameter: nn.Parameter, sharding: Sharding, part: torch.Tensor) -> None:
         """As `watch`, for a shard that exists already."""
-        self._watched[_storage(parameter)] = _Watched(parameter, parameter.untyped_storage(), sharding, part)
+        self._watched[_storage(parameter)] = _WatchedParameter(parameter, parameter.untyped_storage(), sharding, part)
 
     def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The kept shard of a parameter; None if it is not watched."""

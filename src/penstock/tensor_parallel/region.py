@@ -128,7 +128,7 @@ class Region:
             source, entered, version = self._entered
             if source is activation and version == activation._version:
                 return entered
-        made: torch.Tensor = _Enter.apply(self.ready, activation)  # type: ignore[no-untyped-call]  # torch's has no types
+        made: torch.Tensor = _EnterRegion.apply(self.ready, activation)  # type: ignore[no-untyped-call]  # torch's has no types
         self._entered = activation, made, activation._version
         return made
 
@@ -141,7 +141,7 @@ class Region:
         """The sum of all ranks' `partial`, a tensor that nothing else refers to."""
         if partial.is_meta:
             return partial
-        whole: torch.Tensor = _Leave.apply(self.ready, partial)  # type: ignore[no-untyped-call]  # torch's has no types
+        whole: torch.Tensor = _LeaveRegion.apply(self.ready, partial)  # type: ignore[no-untyped-call]  # torch's has no types
         return whole
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Region:
         return whole
 
 
-class _Enter(torch.autograd.Function):
+class _EnterRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collectives: Collectives, activation: torch.Tensor) -> torch.Tensor:
         ctx.collectives = collectives
@@ -165,7 +165,7 @@ class _Enter(torch.autograd.Function):
         return None, total
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collectives: Collectives, partial: torch.Tensor) -> torch.Tensor:
         total = partial.clone(memory_format=torch.contiguous_format)

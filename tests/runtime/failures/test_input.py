@@ -205,7 +205,7 @@ def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool) -> 
 
 def run_on_other_batch(how: str) -> tuple[str, str]:
     """Rank 1 of 3 is given another batch than the others."""
-    model = parallelize(build(), 3, micro_batch_size=1)
+    model = parallelize(build(), 3, microbatch_size=1)
     run_step(model, batch("causal", 4))
     odd = torch.distributed.get_rank() == 1
     inputs = batch("causal", 3 if odd and how == "number" else 4, seed=int(odd and how != "number"))

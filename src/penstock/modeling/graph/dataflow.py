@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
-from penstock.modeling.graph.meta_operations import Seen, draws
+from penstock.modeling.graph.meta_operations import TraceFacts, draws
 from penstock.modeling.graph.reductions import OperationRecord, storage_of
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -38,41 +38,41 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedValue:
     """A named value that a tensor was computed from."""
 
     name: str
 
 
-class Outside(Named):
+class TensorOutsideUnits(NamedValue):
     """A parameter or buffer that belongs to no unit."""
 
 
-class Inside(Named):
+class TensorInsideUnit(NamedValue):
     """A unit's own parameter or buffer, reached without calling the unit."""
 
 
-class Given(Named):
+class ForwardArgument(NamedValue):
     """An argument of the forward."""
 
 
-class Selected(Named):
+class DataDependentTensor(NamedValue):
     """A tensor whose shape depends on data: the result of an operation such as `nonzero`, or of a boolean index."""
 
 
-class Drawn(Named):
+class RandomDraw(NamedValue):
     """A random number that an operation of the model's code draws between units."""
 
 
 @dataclass(frozen=True)
-class Altered:
+class ChangedTensor:
     """A tensor as a unit's call has left it, changed in place."""
 
     unit: str
     call: int
 
 
-Source = Value | Named | Altered
+Source = Value | NamedValue | ChangedTensor
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -90,9 +90,9 @@ class DataFlow(TorchDispatchMode):
         record: the operations on what depends on the arguments.
     """
 
-    def __init__(self, position: Callable[[], int], seen: Seen | None = None) -> None:
+    def __init__(self, position: Callable[[], int], seen: TraceFacts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._seen = Seen() if seen is None else seen
+        self._seen = TraceFacts() if seen is None else seen
         self.paused = False
         self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
@@ -157,7 +157,7 @@ class DataFlow(TorchDispatchMode):
         self.record.begin(tensor, of_unit=True)
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:
-        self.mark(tensor, (Given(name),))
+        self.mark(tensor, (ForwardArgument(name),))
         self._inputs[storage_of(tensor)._cdata] = name
         self.record.begin(tensor, given=name, number=name == NUM_ITEMS)
 
@@ -170,9 +170,9 @@ class DataFlow(TorchDispatchMode):
 
     def note_control(self, sources: Sources) -> None:
         """OperationRecord that a value of these sources decides what Python does next."""
-        if sources and all(isinstance(source, Given) for source in sources):
+        if sources and all(isinstance(source, ForwardArgument) for source in sources):
             self.asks_inputs = True
-        if any(isinstance(source, (Value, Drawn)) for source in sources):
+        if any(isinstance(source, (Value, RandomDraw)) for source in sources):
             self.controls.append((self._position(), sources))
 
     @contextmanager
@@ -194,7 +194,7 @@ class DataFlow(TorchDispatchMode):
         self._seen.note(func, args, kwargs)
         sources = self.sources((args, kwargs))
         # The first by name, so that all ranks find the same.
-        leaked = min((source.name for source in sources if isinstance(source, Inside)), default=None)
+        leaked = min((source.name for source in sources if isinstance(source, TensorInsideUnit)), default=None)
         if leaked is not None:
             raise ReachedInside(leaked)
         output = self._run(func, args, kwargs)
@@ -203,14 +203,14 @@ class DataFlow(TorchDispatchMode):
             if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
                 self.record.ask(args[0])
         if draws(func, args, kwargs):
-            sources |= {Drawn(str(func))}
+            sources |= {RandomDraw(str(func))}
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
             # Whether something is below a probability of zero, which no uniform number is.
-            sources = frozenset(s for s in sources if not (isinstance(s, Drawn) and s.name.startswith(_UNIFORM)))
+            sources = frozenset(s for s in sources if not (isinstance(s, RandomDraw) and s.name.startswith(_UNIFORM)))
         selectors = _selectors(func, args)
         if selectors:
             self.note_control(self.sources(selectors))
-            sources |= {Selected(str(func))}
+            sources |= {DataDependentTensor(str(func))}
         if func._schema.is_mutable:
             for argument, declared in zip(args, func._schema.arguments, strict=False):
                 if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:

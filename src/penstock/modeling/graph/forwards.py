@@ -31,7 +31,7 @@ MOST_KINDS = 64
 
 @dataclass(eq=False)
 class TracedForward:
-    """A kind of forward, followed; knows nothing of stages. `entry` and `defaults`: see `ForwardPlan`.
+    """A kind of forward, followed; knows nothing of stages. `entry` and `defaults`: see `DataflowPlan`.
 
     Attributes:
         sizes: the first dimension of each tensor that it was followed with.

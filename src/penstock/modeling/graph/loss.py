@@ -185,7 +185,7 @@ class LossRule:
             for term, share in zip(self.terms, shares, strict=False)
             for call in term.calls
         }
-        return _Weighing(weights, weighted)
+        return _LossWeights(weights, weighted)
 
     def _base(self, shares: Sequence[float]) -> float:
         """The share by which the whole loss is multiplied, after its terms were weighted against that."""
@@ -241,7 +241,7 @@ def zero_loss(loss: torch.Tensor, connected: Any) -> torch.Tensor:
     return zero
 
 
-class _Weighing(TorchFunctionMode):
+class _LossWeights(TorchFunctionMode):
     """Multiplies the results of loss functions, in the order of their calls."""
 
     def __init__(self, weights: Mapping[int, float], of_classes: Mapping[int, ClassWeights]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
-from penstock.modeling.graph.dataflow import DataFlow, Given, Outside, Selected, Sources
+from penstock.modeling.graph.dataflow import DataDependentTensor, DataFlow, ForwardArgument, Sources, TensorOutsideUnits
 from penstock.modeling.graph.loss import (
     ClassWeights,
     CriterionError,
@@ -161,7 +161,7 @@ class LossTrace:
         if arguments["reduction"] == "sum":
             return LossCall(LossTerm("sum"), "")
         prediction, target, weight = arguments["input"], arguments["target"], arguments["weight"]
-        selected = any(isinstance(source, Selected) for source in self._flow.sources((prediction, target)))
+        selected = any(isinstance(source, DataDependentTensor) for source in self._flow.sources((prediction, target)))
         if not selected and target.is_floating_point():
             return LossCall(LossTerm("samples"), "")
         term, reason = self._class_term(label, arguments["ignore_index"], prediction, target)
@@ -174,7 +174,7 @@ class LossTrace:
     def _is_constant(self, weight: torch.Tensor) -> bool:
         """Whether these are the same numbers for each batch: a tensor of the loss's own, or one that the model has."""
         sources = self._flow.sources(weight)
-        return not sources or (len(sources) == 1 and all(isinstance(source, Outside) for source in sources))
+        return not sources or (len(sources) == 1 and all(isinstance(source, TensorOutsideUnits) for source in sources))
 
     def _class_term(
         self, label: str, ignore_index: int | None, prediction: torch.Tensor, target: torch.Tensor
@@ -185,9 +185,10 @@ class LossTrace:
         are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others. Targets
         that are probabilities have no such placeholder: of them, only a mask's selection is known."""
         of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
-        selected = any(isinstance(source, Selected) for source in of_both)
+        selected = any(isinstance(source, DataDependentTensor) for source in of_both)
         given, labels = _given(of_target), list(filter(is_label, _given(of_target)))
-        by_labels = labels == _given(of_both) and len(labels) == 1 and any(isinstance(s, Selected) for s in of_target)
+        chosen = any(isinstance(source, DataDependentTensor) for source in of_target)
+        by_labels = labels == _given(of_both) and len(labels) == 1 and chosen
         if by_labels and not target.is_floating_point():
             ignore_index, selected = None, False
         by_mask = selected and labels == list(filter(is_label, _given(of_both)))
@@ -264,4 +265,4 @@ _SELECTED = "{} is given elements selected by their values"
 
 def _given(sources: Sources) -> list[str]:
     """The names of the arguments among sources, sorted."""
-    return sorted({source.name for source in sources if isinstance(source, Given)})
+    return sorted({source.name for source in sources if isinstance(source, ForwardArgument)})

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.modeling.collectives import refuse_operation
 
 
-class Seen:
+class TraceFacts:
     """What was seen of the operations of one trace.
 
     Attributes:
@@ -87,9 +87,9 @@ class RememberedOperations(TorchDispatchMode):
     """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before. For use
     without gradients: its answers require none. `seen` notes what the operations do besides."""
 
-    def __init__(self, seen: Seen | None = None) -> None:
+    def __init__(self, seen: TraceFacts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._seen = Seen() if seen is None else seen
+        self._seen = TraceFacts() if seen is None else seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,7 +131,7 @@ def _makes_integers(args: Any, kwargs: Any) -> bool:
     return all(isinstance(number, int) for number in numbers) if dtype is None else dtype in (torch.int32, torch.int64)
 
 
-class Answered(TorchDispatchMode):
+class AssumedValues(TorchDispatchMode):
     """Answers every question for values, which meta tensors do not have, with the same answer: if `yes`, what is asked
     for is true, or 1, and all of a mask is chosen; otherwise false, or 0, and none."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.modeling.graph.dataflow import Altered, Drawn, Sources, Value
+from penstock.modeling.graph.dataflow import ChangedTensor, RandomDraw, Sources, Value
 from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import ForwardFacts, Trace
 from penstock.modeling.tensor_spec import TensorSpec
@@ -31,7 +31,7 @@ class PlannedCall:
 
 
 @dataclass(frozen=True)
-class ForwardPlan(ForwardFacts):
+class DataflowPlan(ForwardFacts):
     """What every stage does in one kind of forward. The same on every rank.
 
     Attributes:
@@ -69,7 +69,7 @@ def make_plan(
     num_stages: int,
     entry: str = "forward",
     defaults: tuple[tuple[str, Any], ...] = (),
-) -> ForwardPlan:
+) -> DataflowPlan:
     """Place the calls of a trace on the stages of their units."""
     calls = tuple(
         PlannedCall(each.unit, each.index, stage_of[each.unit], each.output.without_shapes(), each.like_input)
@@ -83,7 +83,7 @@ def make_plan(
     users = [(call.stage, call.unit, traced.sources) for call, traced in zip(calls, trace.calls, strict=True)]
     for stage, user, sources in (*users, (num_stages - 1, "the model's output", trace.output_sources)):
         for source in sources:
-            if isinstance(source, Altered) and stages[source.unit, source.call] != stage:
+            if isinstance(source, ChangedTensor) and stages[source.unit, source.call] != stage:
                 raise NotImplementedError(
                     f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it"
                 )
@@ -102,7 +102,7 @@ def make_plan(
         tuple(value for value in used if stages[value.unit, value.call] < stage <= last_users[value])
         for stage in range(1, num_stages)
     )
-    plan = ForwardPlan(
+    plan = DataflowPlan(
         entry=entry,
         num_stages=num_stages,
         calls=calls,
@@ -131,7 +131,7 @@ def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_ca
     """Python's path must not depend on a value that some stage walking that path does not have."""
     last = len(last_calls) - 1
     for position, sources in trace.controls:
-        if len(last_calls) > 1 and any(isinstance(source, Drawn) for source in sources):
+        if len(last_calls) > 1 and any(isinstance(source, RandomDraw) for source in sources):
             raise NotImplementedError(
                 "its code takes a random path in training, such as skipping whole layers: set its layerdrop to 0"
             )
@@ -170,7 +170,7 @@ class StagePlan:
     idle: bool  # the stage runs no unit and returns no output, so that its forward need not run at all
 
 
-def make_stage_plan(plan: ForwardPlan, stage: int) -> StagePlan:
+def make_stage_plan(plan: DataflowPlan, stage: int) -> StagePlan:
     last_stage = stage == plan.num_stages - 1
     incoming = {value: position for position, value in enumerate(plan.boundaries[stage - 1] if stage else ())}
     outgoing = {value: position for position, value in enumerate(() if last_stage else plan.boundaries[stage])}

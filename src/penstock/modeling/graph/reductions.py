@@ -75,7 +75,7 @@ class Rows(NamedTuple):
 State = Constant | Rows | Parts
 
 
-class Ref(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor by the step that made it; None if its storage was changed in part since."""
 
     step: int | None
@@ -106,8 +106,8 @@ class Step:
     def leaves(self) -> list[Any]:
         return _leaves(list(self.arguments.values()))
 
-    def refs(self) -> Iterator[Ref]:
-        return (leaf for leaf in self.leaves if isinstance(leaf, Ref))
+    def refs(self) -> Iterator[TensorRef]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, TensorRef))
 
 
 Geometry = tuple[Any, ...]
@@ -135,7 +135,7 @@ class OperationRecord:
         arguments = {
             name: pytree.tree_map_only(torch.Tensor, self._as_argument, value) for name, value in given.items()
         }
-        if not any(isinstance(leaf, Ref) for leaf in _leaves(list(arguments.values()))):
+        if not any(isinstance(leaf, TensorRef) for leaf in _leaves(list(arguments.values()))):
             return
         for each in declared:  # views made before have other contents now
             if each.alias_info is not None and each.alias_info.is_write:
@@ -148,21 +148,21 @@ class OperationRecord:
 
     def ask(self, tensor: torch.Tensor) -> None:
         ref = self._as_argument(tensor)
-        if isinstance(ref, Ref):
+        if isinstance(ref, TensorRef):
             self.asked.append(ref.step)
 
-    def find(self, tensor: torch.Tensor) -> Ref | None:
+    def find(self, tensor: torch.Tensor) -> TensorRef | None:
         """The step that made a tensor; None if it is a constant."""
         found = self._as_argument(tensor)
-        return found if isinstance(found, Ref) else None
+        return found if isinstance(found, TensorRef) else None
 
     def _put(self, tensor: torch.Tensor, step: Step) -> None:
         self.steps.append(step)
         self._at.setdefault(storage_of(tensor)._cdata, {})[_geometry(tensor)] = len(self.steps) - 1
 
-    def _as_argument(self, tensor: torch.Tensor) -> Ref | torch.Tensor:
+    def _as_argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
         here = self._at.get(storage_of(tensor)._cdata)
-        return tensor if here is None else Ref(here.get(_geometry(tensor)), tensor.shape)
+        return tensor if here is None else TensorRef(here.get(_geometry(tensor)), tensor.shape)
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
         """Whether a tensor has some of the values that inputs have and no others, or `labels` do not decide which; may
@@ -170,14 +170,14 @@ class OperationRecord:
         ref = self.find(tensor)
         return ref is None or self._keeps(ref, labels, others)
 
-    def _keeps(self, ref: Ref, labels: Collection[str], others: Collection[str]) -> bool:
+    def _keeps(self, ref: TensorRef, labels: Collection[str], others: Collection[str]) -> bool:
         if ref.step is None:
             return False
         step = self.steps[ref.step]
         if step.func is None:
             return True
         deciding = step.arguments.get(_DECIDES.get(step.name, ""))
-        decide = [leaf for leaf in _leaves(deciding) if isinstance(leaf, Ref)]
+        decide = [leaf for leaf in _leaves(deciding) if isinstance(leaf, TensorRef)]
         moves = step.func.is_view or step.name in _MOVES or step.name in others or bool(decide)
         return (
             moves
@@ -185,7 +185,7 @@ class OperationRecord:
             and not any(self._asks_values(each, labels) for each in decide)
         )
 
-    def _asks_values(self, ref: Ref, labels: Collection[str]) -> bool:
+    def _asks_values(self, ref: TensorRef, labels: Collection[str]) -> bool:
         """Whether a mask depends on more of labels than whether they are negative."""
         if ref.step is None:
             return True
@@ -215,21 +215,21 @@ class OperationRecord:
         if step.func is None or step.name not in ("add", "div", "_to_copy", "clone", "view", "squeeze", "copy"):
             return None
         first, *others = [
-            leaf for leaf in _leaves(list(step.arguments.values())) if isinstance(leaf, Ref | float | int)
+            leaf for leaf in _leaves(list(step.arguments.values())) if isinstance(leaf, TensorRef | float | int)
         ]
         if step.name == "div":
             divisor = others[0] if others else None
-            if not (isinstance(divisor, Ref) and divisor.step is not None and self._is_number(divisor.step)):
+            if not (isinstance(divisor, TensorRef) and divisor.step is not None and self._is_number(divisor.step)):
                 return None
             others = []
         elif step.name == "add":
-            others = [other for other in others if isinstance(other, Ref)]
+            others = [other for other in others if isinstance(other, TensorRef)]
             if len(others) != 1 or step.arguments.get("alpha", 1) != 1:
                 return None
         else:
             others = []
         every = [
-            self._calls_alone(each.step) if isinstance(each, Ref) and each.step is not None else None
+            self._calls_alone(each.step) if isinstance(each, TensorRef) and each.step is not None else None
             for each in (first, *others)
         ]
         return None if None in every else frozenset[Part]().union(*(parts for parts in every if parts is not None))
@@ -321,7 +321,7 @@ class _Pair:
         tensors = [
             (a, self._of_argument(a, b))
             for a, b in self._leaves
-            if isinstance(a, Ref | torch.Tensor)
+            if isinstance(a, TensorRef | torch.Tensor)
         ]  # fmt: skip
         live = [state for _, state in tensors if not isinstance(state, Constant)]
         parts = frozenset[Part]().union(*(state for state in live if isinstance(state, frozenset)))
@@ -348,8 +348,8 @@ class _Pair:
         return self._doubles and len(self._varying) == 1
 
     def _of_argument(self, one: Any, two: Any) -> State:
-        if isinstance(one, Ref):
-            same = isinstance(two, Ref) and two.step == one.step
+        if isinstance(one, TensorRef):
+            same = isinstance(two, TensorRef) and two.step == one.step
             return self._before[one.step] if same and one.step is not None else frozenset({MIXED})
         if not isinstance(two, torch.Tensor):
             return frozenset({MIXED})
@@ -390,7 +390,7 @@ class _Pair:
         if name in ("add", "sub", "rsub", "stack", "cat"):
             if self._numbers_ratio() != 1:
                 return None
-            added = name not in ("stack", "cat") and not all(isinstance(a, Ref) for a, _ in tensors[:2])
+            added = name not in ("stack", "cat") and not all(isinstance(a, TensorRef) for a, _ in tensors[:2])
             if constants or added or len(tensors) == 1:
                 return parts | {Part(None, 0)} if name not in ("stack", "cat") or constants else parts
         return parts
@@ -535,7 +535,7 @@ def _number(value: Any) -> float | None:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Ref))
+    return pytree.tree_leaves(tree, is_leaf=lambda leaf: isinstance(leaf, TensorRef))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

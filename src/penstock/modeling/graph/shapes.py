@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
-from penstock.modeling.graph.meta_operations import Answered, KnownValues, RememberedOperations, Seen
+from penstock.modeling.graph.meta_operations import AssumedValues, KnownValues, RememberedOperations, TraceFacts
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
@@ -36,7 +36,7 @@ SOME_TENSOR = TensorSpec((), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredEntry:
     """An entry that a call makes in the mapping at a `position` among the leaves of its arguments, for later calls:
     keys and values to share, say."""
 
@@ -58,7 +58,7 @@ class OutputShape:
     written: tuple[int, ...] = ()  # indices of the argument leaves that the call changes in place
     assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
-    stored: tuple[Stored, ...] = ()  # entries that the call makes in mappings among its arguments
+    stored: tuple[StoredEntry, ...] = ()  # entries that the call makes in mappings among its arguments
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
     kept: int = field(default=0, compare=False)  # elements of the parameters of what was taken for shape-preserving
 
@@ -132,7 +132,7 @@ class ShapeFunctions:
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.meter: Callable[[], Any] | None = None
-        self.seen = Seen()
+        self.seen = TraceFacts()
         # Whether each module of a unit was in training mode at the last `sync`.
         self._modes = {name: bytes(1) for name in units}
 
@@ -144,7 +144,7 @@ class ShapeFunctions:
                 self._copies[name] = _copy_of(module)  # adapters were put in
             self._modes[name] = bytes(each.training for each in modules)
         self._remembered.clear()
-        self.seen = Seen()
+        self.seen = TraceFacts()
 
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[int, ...] = ()
@@ -164,7 +164,7 @@ class ShapeFunctions:
         shared = (self._kind_of(name), str(spec), *key[1:]) if plain else None
         if shared is not None and shared in self._remembered:
             return self._remembered[shared]
-        asking, asked = name in self._asking, _Placed.asked
+        asking, asked = name in self._asking, _IndexedModule.asked
         found = self._run(name, leaves, spec, known)
         if asking != (name in self._asking):
             return found  # the key did not tell the values yet
@@ -172,7 +172,7 @@ class ShapeFunctions:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = found
-            if shared is not None and asked == _Placed.asked and not asking:
+            if shared is not None and asked == _IndexedModule.asked and not asking:
                 self._remembered[shared] = found
         return found
 
@@ -234,7 +234,7 @@ class ShapeFunctions:
         found = []
         for yes in (False, True):
             try:
-                found.append(self._attempt(name, leaves, spec, True, answered=Answered(yes)))
+                found.append(self._attempt(name, leaves, spec, True, answered=AssumedValues(yes)))
             except Exception as error:
                 if str(error) == before:  # it is no question that it fails on
                     return None
@@ -323,7 +323,7 @@ class ShapeFunctions:
                 if value is not before_call.get(key):
                     entry_leaves, entry_spec = flatten(value)
                     output_leaves = output_leaves + entry_leaves
-                    stored.append(Stored(position, key, entry_spec))
+                    stored.append(StoredEntry(position, key, entry_spec))
         captured = []
         for key, values in lists.items():
             for value in values[before[key] :]:
@@ -339,13 +339,13 @@ class ShapeFunctions:
         )  # fmt: skip
 
 
-class _Placed:
+class _IndexedModule:
     """Mixed into the copy of a module that knows its place among others: counts how often its code asks for it."""
 
     asked = 0
 
     def _ask(self) -> Any:
-        _Placed.asked += 1
+        _IndexedModule.asked += 1
         return vars(self)["layer_idx"]
 
     layer_idx = property(_ask, lambda self, value: vars(self).update(layer_idx=value))
@@ -355,7 +355,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
     made = meta_placeholder(module)
     for each in made.modules():
         if "layer_idx" in vars(each):
-            mix_in(each, _Placed)
+            mix_in(each, _IndexedModule)
     return made
 
 

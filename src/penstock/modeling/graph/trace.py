@@ -23,14 +23,14 @@ from transformers.cache_utils import Cache
 from penstock.modeling.collectives import CriterionCollective, OwnCollective
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
-    Altered,
+    ChangedTensor,
     DataFlow,
-    Given,
-    Inside,
-    Outside,
+    ForwardArgument,
     ReachedInside,
     ReadObserver,
     Sources,
+    TensorInsideUnit,
+    TensorOutsideUnits,
     Value,
 )
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
@@ -39,7 +39,7 @@ from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import narrow_copy
 from penstock.modeling.placeholders.ghosts import stripped_tensors
-from penstock.modeling.stage.outputs import Form, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
+from penstock.modeling.stage.outputs import OutputForm, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.whole import names_in_units, unit_of
 from penstock.nested import map_tensors, named_tensors
@@ -93,7 +93,7 @@ class ForwardFacts:
     draws: tuple[str, ...]
     batchwise: tuple[str, ...]
     fields: tuple[str, ...]
-    form: Form | None
+    form: OutputForm | None
     head: str | None
 
 
@@ -119,7 +119,7 @@ class Untraceable(Exception):
     num_calls = 0
 
 
-class Enclosed(Untraceable):
+class UnitInAutogradFunction(Untraceable):
     """A unit is called inside a `torch.autograd.Function` of the model's code, which writes its own backward. `module`
     is the innermost one whose code applies the function."""
 
@@ -215,7 +215,7 @@ def _follow(
     batch_dim: Mapping[str, int | None],
     head: str | None,
     inputs: Mapping[str, Any],
-) -> tuple[_Planner, LossTrace, Collection[str], Any, torch.Tensor | None]:
+) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
     """One forward, followed: what was noted of it, which random numbers it draws, its output and its loss."""
     with (
         torch.inference_mode(False),
@@ -231,7 +231,7 @@ def _follow(
         }
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        planner = _Planner(model, functions, device, head)
+        planner = _CallRecorder(model, functions, device, head)
         flow = planner.flow
         _mark_tensors(model, functions, flow)
         named = named_tensors(arguments)
@@ -295,7 +295,7 @@ class OwnNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Planner:
+class _CallRecorder:
     """Answers the calls of units with placeholders and notes what they depend on."""
 
     def __init__(
@@ -328,7 +328,7 @@ class _Planner:
             output = shape.answer(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
             for position in shape.written:
                 self.flow.note_write(leaves[position])
-                self.flow.mark(leaves[position], (Altered(name, index),))
+                self.flow.mark(leaves[position], (ChangedTensor(name, index),))
             if shape.cache is not None:
                 shape.cache.apply(leaves)
         first = args[0] if args else next(iter(kwargs.values()), None)
@@ -355,14 +355,14 @@ class _Planner:
 
 
 def _refuse_enclosed(unit: str) -> None:
-    """Raise `Enclosed` if the code under way is that of a `torch.autograd.Function`."""
+    """Raise `UnitInAutogradFunction` if the code under way is that of a `torch.autograd.Function`."""
     frame: FrameType | None = sys._getframe(1)
     function = ""
     while frame is not None:
         code = frame.f_code
         owner = frame.f_locals.get("self") if function else None
         if isinstance(owner, nn.Module):
-            raise Enclosed(unit, function, owner)
+            raise UnitInAutogradFunction(unit, function, owner)
         if "ctx" in code.co_varnames[: code.co_argcount]:
             context = frame.f_locals["ctx"]
             if isinstance(context, torch.autograd.function.FunctionCtx):
@@ -390,7 +390,7 @@ def _plain_values(leaves: Sequence[Any], flow: DataFlow) -> tuple[int, ...]:
         and leaf.dtype in (torch.int32, torch.int64)
         and not leaf.is_meta
         and leaf.numel() <= MAX_KNOWN
-        and all(isinstance(source, Given) for source in flow.sources(leaf))
+        and all(isinstance(source, ForwardArgument) for source in flow.sources(leaf))
     )
 
 
@@ -408,7 +408,7 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
         for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(tensor, torch.Tensor):
                 full = f"{homes.get(prefix, prefix)}.{name}" if prefix else name
-                flow.mark(tensor, (Inside(full) if prefix in homes else Outside(full),))
+                flow.mark(tensor, (TensorInsideUnit(full) if prefix in homes else TensorOutsideUnits(full),))
 
 
 @contextmanager
@@ -450,5 +450,5 @@ def _refuse_changed(model: nn.Module, real: Mapping[str, torch.Tensor], flow: Da
         if isinstance(before, nn.Parameter) or (now is before and not before._version):
             continue
         is_saved = name not in module._non_persistent_buffers_set
-        if is_saved or any(isinstance(source, (Value, Altered)) for source in flow.sources(now)):
+        if is_saved or any(isinstance(source, (Value, ChangedTensor)) for source in flow.sources(now)):
             raise ChangedBuffer(full)

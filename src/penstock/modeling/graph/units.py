@@ -16,7 +16,7 @@ from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dummy_inputs, refuse_arguments
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import ChangedBuffer, Enclosed, Trace, Untraceable, trace
+from penstock.modeling.graph.trace import ChangedBuffer, Trace, UnitInAutogradFunction, Untraceable, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 from penstock.modeling.libraries import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.weights.whole import unit_of
@@ -133,7 +133,7 @@ def _units_for(
         except ReachedInside as leak:
             units = _apart(model, _without(model, units, leak.tensor, inner_calls))
             continue
-        except Enclosed as enclosed:
+        except UnitInAutogradFunction as enclosed:
             units = _in_one(model, units, enclosed, tried)
             continue
         except ChangedBuffer as changed:  # by a module without parameters, called as a whole: it belongs on one stage
@@ -298,7 +298,9 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
     return kept
 
 
-def _in_one(model: nn.Module, units: list[str], enclosed: Enclosed, tried: Collection[tuple[str, ...]]) -> list[str]:
+def _in_one(
+    model: nn.Module, units: list[str], enclosed: UnitInAutogradFunction, tried: Collection[tuple[str, ...]]
+) -> list[str]:
     """`units` with those inside the module that runs them where no boundary can be as one; or without them, if that was
     tried before: the model's code uses a tensor in it, which then is on every stage."""
     whole = next((name for name, module in model.named_modules() if module is enclosed.module), "")

@@ -50,7 +50,7 @@ def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]
         batch_size_of(given, dims=every)
         copy, both = meta_placeholder(model), []
         for inputs in (repeated(2), repeated(4)):
-            noting = _Noting()  # type: ignore[no-untyped-call]  # torch's has no types
+            noting = _OperationRecorder()  # type: ignore[no-untyped-call]  # torch's has no types
             with torch.no_grad(), torch.device("meta"), noting:
                 noting.operations = []
                 copy(**inputs)
@@ -75,7 +75,7 @@ def _alike(one: Operation, other: Operation) -> bool:
     return not made or taken or one[0] in _REPEAT
 
 
-class _Noting(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
     operations: list[Operation]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ Shapes = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputForm:
     """How the fields of a `NamedOutput` make up what the module returned."""
 
     kind: type | None  # a dictionary's, dataclass's or named tuple's class; None if it is the field "output"
@@ -42,14 +42,14 @@ class NamedOutput(ModelOutput):  # type: ignore[misc]  # a library without types
 
     loss: torch.Tensor | None = None
 
-    def __init__(self, form: Form | None = None, **values: Any):
+    def __init__(self, form: OutputForm | None = None, **values: Any):
         self.__dict__["_form"] = form
         for name, value in values.items():
             self[name] = value
 
     @property
-    def form(self) -> Form:
-        form: Form = self.__dict__["_form"]
+    def form(self) -> OutputForm:
+        form: OutputForm = self.__dict__["_form"]
         return form
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -84,8 +84,8 @@ def named_output(output: Any) -> Any:
         return output
     values = dict(items_of(output) or ())
     if not values or not all(isinstance(name, str) for name in values):
-        return NamedOutput(Form(None, ("loss", "output")), loss=loss_of(output), output=output)
-    return NamedOutput(Form(type(output), tuple(values)), **values)
+        return NamedOutput(OutputForm(None, ("loss", "output")), loss=loss_of(output), output=output)
+    return NamedOutput(OutputForm(type(output), tuple(values)), **values)
 
 
 def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
@@ -99,20 +99,20 @@ def output_with_loss(output: Any, loss: torch.Tensor) -> ModelOutput:
     return named
 
 
-def form_of(output: Any) -> Form | None:
+def form_of(output: Any) -> OutputForm | None:
     """The form of a `NamedOutput`, None for any other output."""
     return output.form if isinstance(output, NamedOutput) else None
 
 
-def joint_form(forms: Iterable[Form | None]) -> Form | None:
+def joint_form(forms: Iterable[OutputForm | None]) -> OutputForm | None:
     """The form of what has the fields of all of these, which are of one class: microbatches may have unlike ones."""
     found = [form for form in forms if form is not None]
     return replace(found[0], names=tuple(dict.fromkeys(chain(*(form.names for form in found))))) if found else None
 
 
 def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
-    """An output of a class, or of a `Form`; a criterion may have given a loss to one that has no such field."""
-    if isinstance(kind, Form):
+    """An output of a class, or of a `OutputForm`; a criterion may have given a loss to one that has no such field."""
+    if isinstance(kind, OutputForm):
         return NamedOutput(kind, **values)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()
     output = kind(**{name: value for name, value in values.items() if name in known})

@@ -16,7 +16,7 @@ from penstock.modeling.collectives import refused
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.graph.plan import ForwardPlan, StagePlan, make_plan, make_stage_plan, refusal
+from penstock.modeling.graph.plan import DataflowPlan, StagePlan, make_plan, make_stage_plan, refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.instrumentation import known_of, record_of
 from penstock.modeling.libraries import configuration_of
@@ -129,7 +129,7 @@ class SplitModel:
         self.local_stages = tuple(sorted(set(local_stages)))
         self.num_stages = len(self.stages)
         self._stage_of = {unit: stage for stage, names in enumerate(stages) for unit in names}
-        self._plans: weakref.WeakKeyDictionary[TracedForward, ForwardPlan] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[TracedForward, DataflowPlan] = weakref.WeakKeyDictionary()
         self.released: dict[str, nn.Parameter] = {}
         self.taken: dict[str, torch.Tensor] = {}
         device = self.device
@@ -208,7 +208,7 @@ class SplitModel:
         call: Callable[..., Any] | None = None,
         criterion: Criterion | None = None,
         in_chunks: bool = False,
-    ) -> ForwardPlan:
+    ) -> DataflowPlan:
         """What each stage does with inputs of this kind (see `Forwards`); cached, and found without communication.
 
         Args:
@@ -242,7 +242,7 @@ class SplitModel:
 
     def forward(
         self,
-        plan: ForwardPlan,
+        plan: DataflowPlan,
         stage: int,
         inputs: Mapping[str, Any],
         received: Sequence[torch.Tensor],
@@ -298,7 +298,7 @@ class SplitModel:
 
     def walk(
         self,
-        plan: ForwardPlan,
+        plan: DataflowPlan,
         stage: int,
         inputs: Mapping[str, Any],
         received: Sequence[torch.Tensor],
@@ -326,7 +326,12 @@ class SplitModel:
         return output
 
     def _stage_run(
-        self, plan: ForwardPlan, stage: int, inputs: Mapping[str, Any], received: Sequence[torch.Tensor], **options: Any
+        self,
+        plan: DataflowPlan,
+        stage: int,
+        inputs: Mapping[str, Any],
+        received: Sequence[torch.Tensor],
+        **options: Any,
     ) -> StageRun:
         crossing = len(plan.boundaries[stage - 1]) if stage else 0
         if len(received) != crossing:
@@ -339,12 +344,12 @@ class SplitModel:
         device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
         return StageRun(found, self._forwards.functions, received, device or self.device, **options)
 
-    def draws(self, plan: ForwardPlan) -> bool:
+    def draws(self, plan: DataflowPlan) -> bool:
         """Whether a forward draws random numbers, so that a seed has an effect."""
         return bool(plan.draws or self._drawn or self._held_sources)
 
     @contextmanager
-    def _watched(self, plan: ForwardPlan, stage: int) -> Iterator[None]:
+    def _watched(self, plan: DataflowPlan, stage: int) -> Iterator[None]:
         """Around a stage's forward: warn if it draws from what its trace has not, and seed that from then on."""
         before = fingerprints({TORCH, PYTHON, NUMPY}.difference(plan.draws, self._drawn), self.device)
         yield
@@ -358,7 +363,7 @@ class SplitModel:
                 stacklevel=2,
             )
 
-    def _handled(self, plan: ForwardPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
+    def _handled(self, plan: DataflowPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
         if seed is not None and self.draws(plan):
             sources = [*sources_of({*plan.draws, *self._drawn}, self.device), *self._held_sources]
             with seedable(sources) as seed_all:
@@ -376,7 +381,7 @@ class SplitModel:
 
     def _evaluate(
         self,
-        plan: ForwardPlan,
+        plan: DataflowPlan,
         arguments: Any,
         inputs: Any,
         shares: Sequence[float] | None,
@@ -396,7 +401,7 @@ class SplitModel:
         return named
 
 
-def _arguments(plan: ForwardPlan, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def _arguments(plan: DataflowPlan, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the model is given: the caller's arguments, those that Penstock adds, and copies of those it will change."""
     arguments = {**inputs, **dict(plan.defaults)} if plan.defaults else inputs
     if written := plan.written_inputs:

@@ -217,7 +217,7 @@ def _stage_class(
     return Stage
 
 
-class _Unread:
+class _UnreadTensor:
     """A tensor in a file of safetensors, which is opened once something of the tensor is asked for."""
 
     def __init__(self, name: str, open_file: Callable[[], Any]) -> None:
@@ -234,7 +234,9 @@ class _Unread:
         return str(self._open().get_slice(self._name).get_dtype())
 
 
-def _unread(files: Sequence[str], index: Mapping[str, str], opened: contextlib.ExitStack) -> dict[str, _Unread] | None:
+def _unread(
+    files: Sequence[str], index: Mapping[str, str], opened: contextlib.ExitStack
+) -> dict[str, _UnreadTensor] | None:
     """The tensors of a checkpoint by the names in its index, so that only files with a rank's own ones are opened;
     None for other files than those of safetensors."""
     paths = {os.path.basename(file): file for file in files}
@@ -245,7 +247,7 @@ def _unread(files: Sequence[str], index: Mapping[str, str], opened: contextlib.E
     def open_file(path: str) -> Any:
         return opened.enter_context(safe_open(path, framework="pt", device="cpu"))
 
-    return {name: _Unread(name, partial(open_file, paths[file])) for name, file in index.items()}
+    return {name: _UnreadTensor(name, partial(open_file, paths[file])) for name, file in index.items()}
 
 
 def _refuse_unlisted(files: Sequence[str], index: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ def _as_carried(transfer: _Transfer, tensors: list[torch.Tensor], peer: int, tag
     return transfer(list(map(carried, tensors)), peer, tag)
 
 
-class _Works:
+class _MessageWork:
     """The works of a message of several tensors, or of none, as one."""
 
     def __init__(self, transfer: _Transfer, tensors: Iterable[torch.Tensor], peer: int, tag: int):
@@ -84,14 +84,14 @@ class P2PChannel:
         recv: _Transfer = group.recv
         if channels.converts:
             send, recv = partial(_as_carried, send), partial(_as_carried, recv)
-        # Nearly every message is one tensor, and that needs no `_Works`.
-        self._send, self._send_each = send, partial(_Works, send)
-        self._recv, self._recv_each = recv, partial(_Works, recv)
+        # Nearly every message is one tensor, and that needs no `_MessageWork`.
+        self._send, self._send_each = send, partial(_MessageWork, send)
+        self._recv, self._recv_each = recv, partial(_MessageWork, recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._tag = (boundary * len(Message) + kind) * TAGS_PER_CHANNEL
-        self.posted: deque[tuple[list[torch.Tensor], dist.Work | _Works]] = deque()
-        self._in_flight: deque[tuple[list[torch.Tensor], dist.Work | _Works]] = deque()
+        self.posted: deque[tuple[list[torch.Tensor], dist.Work | _MessageWork]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], dist.Work | _MessageWork]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
         peer, tag = self._peer_in_group, self._tag
@@ -123,7 +123,7 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message, and release older ones if many are under way (see `SENDS_AHEAD`)."""
-        work: dist.Work | _Works
+        work: dist.Work | _MessageWork
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
             if self._channels.labels:

@@ -91,11 +91,11 @@ class RollCall:
 
     def begin(
         self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
-    ) -> Pending:
+    ) -> PendingRollCall:
         """Say that this rank is about to make `call`, as all pipelines do (`everyone`) or this one alone; `facts` are
         numbers to hand to the others, `shared` what must be the same in all pipelines (see `Answers.alike`)."""
         assert len(facts) <= MAX_FACTS, "all roll calls have one length"
-        return Pending(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
+        return PendingRollCall(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
 
     def alive(self, number: int) -> dist.ProcessGroup:
         if not self._groups:
@@ -111,7 +111,7 @@ class RollCall:
 Summary = Callable[[Mapping[int, Sequence[int]]], tuple[Sequence[int], bool]]
 
 
-class Said(NamedTuple):
+class RollCallAnswer(NamedTuple):
     """What one rank says: its call (a number), whether it has waited long enough for another answer, and its facts."""
 
     call: int
@@ -130,7 +130,7 @@ class Answers:
     everyone: Callable[[], Mapping[int, Sequence[int]]]
 
 
-class Pending:
+class PendingRollCall:
     """A roll call that has begun."""
 
     def __init__(self, roll_call: RollCall, call: Call, facts: list[int], everyone: bool, shared: Summary | None):
@@ -172,10 +172,10 @@ class Pending:
             if self._roll_call.interrupts.wait(PAUSE):
                 self._roll_call.interrupts.deliver()
 
-    def _me(self) -> dict[int, Said]:
-        return {self._roll_call.rank: Said(CALLS.index(self._call), int(self._given_up), self._facts)}
+    def _me(self) -> dict[int, RollCallAnswer]:
+        return {self._roll_call.rank: RollCallAnswer(CALLS.index(self._call), int(self._given_up), self._facts)}
 
-    def _ask_all(self, said: Mapping[int, Said]) -> Mapping[int, Sequence[int]]:
+    def _ask_all(self, said: Mapping[int, RollCallAnswer]) -> Mapping[int, Sequence[int]]:
         return _facts(said if self._world is None else self._gathered(self._world, self._gather(self._world)))
 
     # Groups go by their number here, and a transfer that failed is let go of: whoever refers to one keeps its
@@ -188,13 +188,14 @@ class Pending:
         with self._roll_call.guard(number, self._call):
             return group.allgather([every], [mine]), every
 
-    def _gathered(self, number: int, under_way: tuple[dist.Work, list[torch.Tensor]]) -> dict[int, Said]:
+    def _gathered(self, number: int, under_way: tuple[dist.Work, list[torch.Tensor]]) -> dict[int, RollCallAnswer]:
         work, every = under_way
         self._finish(number, work)
         ranks, numbers = self._roll_call.ranks[number], [theirs.tolist() for theirs in every]
-        return {rank: Said(call, gone, facts) for rank, (call, gone, *facts) in zip(ranks, numbers, strict=True)}
+        answers = zip(ranks, numbers, strict=True)
+        return {rank: RollCallAnswer(call, gone, facts) for rank, (call, gone, *facts) in answers}
 
-    def _maximum(self, said: Mapping[int, Said]) -> tuple[dist.Work, torch.Tensor]:
+    def _maximum(self, said: Mapping[int, RollCallAnswer]) -> tuple[dist.Work, torch.Tensor]:
         """Over all pipelines, of what the ranks of this one said: the call and what must be alike, in both signs."""
         assert self._world is not None
         group = self._roll_call.alive(self._world)
@@ -243,11 +244,11 @@ class Pending:
         interrupts.busy = before
 
 
-def _facts(said: Mapping[int, Said]) -> dict[int, list[int]]:
+def _facts(said: Mapping[int, RollCallAnswer]) -> dict[int, list[int]]:
     return {rank: theirs.facts for rank, theirs in said.items()}
 
 
-def _agreed(said: Mapping[int, Said]) -> bool:
+def _agreed(said: Mapping[int, RollCallAnswer]) -> bool:
     return len({theirs.call for theirs in said.values()}) == 1
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from penstock.runtime.failures.keys import Keys, Unanswered
+from penstock.runtime.failures.keys import Keys, StoreTimeout
 from penstock.runtime.failures.position import Position
 
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
@@ -283,7 +283,7 @@ class FailureBoard:
         if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
             return error
-        if isinstance(error, Unanswered) and _launcher_has_store():
+        if isinstance(error, StoreTimeout) and _launcher_has_store():
             return self.abort(f"while rank {self._rank} was {doing}, {error}", suspects=())
         if isinstance(error, dist.DistNetworkError) and not _launcher_has_store():
             peers = [0]  # without a launcher's, the store is in the first rank's process

@@ -26,7 +26,7 @@ T = TypeVar("T")
 IDLE_SECONDS = 2.0
 
 
-class Unanswered(dist.DistNetworkError):
+class StoreTimeout(dist.DistNetworkError):
     """The store has not answered in time: its process stands still."""
 
 
@@ -34,7 +34,7 @@ class Keys:
     """A part of a store, whose keys begin with `prefix`. `own`: a clone of the store, which is asked in its place, and
     closed while there are no questions. `host`: which has the store; None if no single one has it.
 
-    Every method raises `Unanswered` if there is no answer within `seconds`, and at once while an earlier question is
+    Every method raises `StoreTimeout` if there is no answer within `seconds`, and at once while an earlier question is
     without one; other errors are the store's.
     """
 
@@ -45,7 +45,7 @@ class Keys:
             whole = whole.underlying_store
         self.host: str | None = whole.host if isinstance(whole, dist.TCPStore) else None
         self._client = _Client(store, own, None if self.host is None or own is None else (self.host, whole.port))
-        self._asking = _Asking(self._client)
+        self._asking = _StoreThread(self._client)
 
     @property
     def store(self) -> dist.Store:
@@ -83,7 +83,7 @@ class Keys:
             if answer.done():
                 return answer.result()
             asking.unanswered = answer
-        raise Unanswered(f"the store has not answered for {self.seconds:g} s: its process stands still")
+        raise StoreTimeout(f"the store has not answered for {self.seconds:g} s: its process stands still")
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Client:
         return self.shared if self.own is None else self.own
 
 
-class _Asking:
+class _StoreThread:
     """A thread that puts the questions to one store, for all its parts. It ends with them."""
 
     def __init__(self, client: _Client) -> None:

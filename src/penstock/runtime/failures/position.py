@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 # How many calls are remembered, to compare them with those of other ranks.
 CALLS_KEPT = 64
 # A host whose innermost Python code is here waits for another rank.
-WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.plan")
+WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.file_specs")
 # Looked through: what others call in order to wait.
 TRANSPARENT_PACKAGES = ("torch.distributed", "torch._compile", "threading", "contextlib", "functools")
 

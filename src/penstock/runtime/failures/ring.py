@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.runtime.failures import strangers
-from penstock.runtime.failures.keys import Keys, Unanswered
+from penstock.runtime.failures.keys import Keys, StoreTimeout
 from penstock.runtime.failures.strangers import proof, proves
 
 logger = logging.getLogger("penstock")
@@ -242,7 +242,7 @@ class Ring:
         if not self._store_is_gone:
             try:
                 written = self._keys.get(str(self._next))
-            except Unanswered:
+            except StoreTimeout:
                 return
             except Exception:  # its process has ended; what is connected stays connected
                 self._store_is_gone = True

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from penstock.runtime.failures.board import Endings, FailureBoard, PipelineFailure
 from penstock.runtime.failures.inquiry import Inquiries
-from penstock.runtime.failures.keys import Keys, Unanswered, in_one_line, in_thread
+from penstock.runtime.failures.keys import Keys, StoreTimeout, in_one_line, in_thread
 from penstock.runtime.failures.ring import NEWS_SECONDS, Ring
 from penstock.runtime.threads import start_thread
 
@@ -299,7 +299,7 @@ def interruptible(call: Callable[[], T], board: FailureBoard, limit: datetime.ti
             watch.keys.get("is there an answer")
         except dist.DistError as error:
             late = limit is not None and time.monotonic() - started > limit.total_seconds()
-            if isinstance(error, Unanswered) and late:
+            if isinstance(error, StoreTimeout) and late:
                 raise
     if outcome.done() and (board.failed is None or outcome.exception() is None):
         return outcome.result()

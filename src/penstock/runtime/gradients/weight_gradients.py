@@ -33,7 +33,7 @@ MOST_OUTPUTS = 8
 LEAST_WEIGHT = 2**20, 2**16
 
 
-class Deferred(NamedTuple):
+class DeferredGradient(NamedTuple):
     """A weight gradient still to be computed, and the parameters it is for. `compute` adds it to their `.grad`, and
     runs without gradient mode."""
 
@@ -45,8 +45,8 @@ class WeightGradientQueues:
     """For each (stage, microbatch), the weight gradients its backward left for later."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], list[Deferred]] = {}
-        self._current: list[Deferred] | None = None
+        self._queues: dict[tuple[int, int], list[DeferredGradient]] = {}
+        self._current: list[DeferredGradient] | None = None
         self._at_once = False
         # How many entries there are for a parameter, by its id.
         self._awaited: Counter[int] = Counter()
@@ -56,7 +56,7 @@ class WeightGradientQueues:
         """Whether a backward is under way whose weight gradients come here, to be computed now or later."""
         return self._at_once or self._current is not None
 
-    def defer(self, deferred: Deferred) -> None:
+    def defer(self, deferred: DeferredGradient) -> None:
         """Leave a weight gradient of the backward under way for its W action, or compute it if that one is part of
         the backward."""
         if self._at_once:
@@ -219,7 +219,7 @@ class _DeferringLinear(torch.autograd.Function):
         ):
             return input_gradient, one.t() @ other, None if bias is None else outer.sum(0), None
         parameters = (weight,) if bias is None else (weight, bias)
-        queues.defer(Deferred(parameters, partial(_accumulate, weight, bias, one, other, outer)))
+        queues.defer(DeferredGradient(parameters, partial(_accumulate, weight, bias, one, other, outer)))
         return input_gradient, None, None, None
 
 

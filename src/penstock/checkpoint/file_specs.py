@@ -28,7 +28,7 @@ from penstock.modeling.weights.whole import packed_weights, whole_shape
 from penstock.runtime.comm.exchange import Guard, Ranks
 from penstock.runtime.failures.board import ranks_in_words
 
-from .files import Behind, SaveFunction, writing
+from .files import BackgroundWork, SaveFunction, writing
 from .manifest import MODEL, FileEntry, check_variant
 from .model_state import held_state
 from .staging import Replacement
@@ -60,7 +60,7 @@ class SavingRank:
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldTensor:
     """A tensor that a rank holds, by its name in the unsplit model, and its shape there."""
 
     shape: tuple[Count, ...]
@@ -75,7 +75,7 @@ class SavingReport:
 
     place: SavingRank
     names: list[str] = field(default_factory=list)
-    holdings: dict[str, Holding] = field(default_factory=dict)
+    holdings: dict[str, HeldTensor] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ def writers_of(reports: Sequence[SavingReport]) -> list[int]:
 class Source:
     """Where a tensor comes from: one rank, or of a tensor that is sharded those that have its shards, in order."""
 
-    holding: Holding
+    holding: HeldTensor
     ranks: Sequence[int]
     sharding: Sharding | None = None
 
@@ -104,7 +104,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class FilePlan:
+class FileSpec:
     """One file of a save, or several that another library writes. `inputs`: what it is made of that ranks give to the
     `writer`, in this order; `own`: what else it holds there. `outputs`: its tensors' names, where they are not those of
     what it is made of. `data`: gives the content of a file that is no file of tensors. `part`: see `FileEntry`."""
@@ -150,11 +150,11 @@ class Folder:
         """What this rank holds under a name, on the CPU."""
         return self.given[name].cpu().contiguous()
 
-    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FilePlan]:
+    def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         """The files in which this rank has a part, in an order that is the same on all ranks."""
         raise NotImplementedError
 
-    def write(self, file: FilePlan, content: Content, folder: str, behind: Behind) -> dict[str, Any] | None:
+    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> dict[str, Any] | None:
         """Write a file. What a `FileEntry` says of it, once `behind` is left; None in a folder without such."""
         raise NotImplementedError
 
@@ -163,11 +163,11 @@ class Folder:
         raise NotImplementedError
 
 
-def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, Holding]:
+def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, HeldTensor]:
     """What this rank can contribute, or its tensor-parallel group together."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
-        name: Holding(whole_shape(model, name, tensor), dtype_name(tensor.dtype), name in parameters)
+        name: HeldTensor(whole_shape(model, name, tensor), dtype_name(tensor.dtype), name in parameters)
         for name, tensor in state.items()
     }
 
@@ -198,7 +198,7 @@ def tell_reports(
 
 
 def each_file(
-    folder: Folder, reports: Sequence[SavingReport], ranks: CheckpointRanks, do: Callable[[FilePlan, Content], object]
+    folder: Folder, reports: Sequence[SavingReport], ranks: CheckpointRanks, do: Callable[[FileSpec, Content], object]
 ) -> None:
     """Gather the content of each planned file on the rank that writes it, one at a time, and call `do` with it there.
 
@@ -213,7 +213,7 @@ def each_file(
             failures.append(error)
             return None
 
-    def write(file: FilePlan, gathered: dict[str, torch.Tensor]) -> None:
+    def write(file: FileSpec, gathered: dict[str, torch.Tensor]) -> None:
         do(file, {**file.own, **gathered} if file.data is None else file.data())
 
     for file in folder.plan(reports, ranks.rank):
