@@ -72,9 +72,9 @@ package: $(STAMP)
 	bash .ci/package
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/pipeline_efficiency.py
-	$(BIN)/python benchmarks/heterogeneous.py
-	$(BIN)/python benchmarks/tensor_parallel.py
+	$(BIN)/python benchmarks/studies/pipeline_efficiency.py
+	$(BIN)/python benchmarks/studies/heterogeneous.py
+	$(BIN)/python benchmarks/studies/tensor_parallel.py
 
 clean:
 	rm -rf $(VENV) runs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -215,9 +215,9 @@ def test_two_nodes_of_two_processes_train_unlike_pipelines(cluster: Cluster, tmp
 def test_the_benchmark_runs_on_four_nodes(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     output = tmp_path / "figures.json"
     options = ["--pipelines=2x4,2x4"] if kind == "pp" else []
-    script = ROOT / "benchmark/launch/benchmark.sbatch"
+    script = ROOT / "benchmarks/suite/launch/benchmark.sbatch"
     gpus = "2" if kind == "pipeline" else "1"  # its processes drive two devices each
-    before, here = Path.cwd(), ROOT / "benchmark"
+    before, here = Path.cwd(), ROOT / "benchmarks/suite"
     os.chdir(here)
     try:
         job = cluster.submit(script, kind, *QUICK, f"--output={output}", *options, nodes=4, GPUS_PER_NODE=gpus)

@@ -1,4 +1,4 @@
-"""A sample of the sweep over transformers' classes (`benchmarks/coverage.py`): what once was refused or crashed."""
+"""A sample of the sweep over transformers' classes (studies/coverage.py): what once was refused or crashed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/free_transport.py: a step without transport time, and the same step written by hand."""
+"""benchmarks/studies/free_transport.py: a step without transport time, and the same step written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_MICROBATCHES = 32
 
 @pytest.fixture
 def free_transport() -> Iterator[ModuleType]:
-    """benchmarks/free_transport.py, which makes a process group of its own."""
+    """benchmarks/studies/free_transport.py, which makes a process group of its own."""
     import free_transport
 
     yield free_transport

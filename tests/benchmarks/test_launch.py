@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.support.launch import ROOT, free_port, run_command
 
-FOLDER = ROOT / "benchmark"
+FOLDER = ROOT / "benchmarks/suite"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 QUICK = ["--iterations=2", "--n_layer=2", "--n_embd=32", "--vocab_size=64", "--block_size=16", "--batch_size=8"]
 
@@ -34,7 +34,7 @@ def port() -> int:
 
 
 def launch(line: str, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    """A line of the document, typed in the folder benchmark/."""
+    """A line of the document, typed in the folder benchmarks/suite/."""
     words = shlex.split(line.replace("localhost:5678", f"localhost:{port()}"))
     assert words.pop(0) == "torchrun"
     return run_command([*TORCHRUN, *words, *arguments], timeout=timeout, cwd=FOLDER)

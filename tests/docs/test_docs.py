@@ -349,9 +349,9 @@ def check_slurm(arguments: list[str]) -> None:
     assert len(scripts) == 1, "a SLURM line starts one script"
     script, rest = arguments[scripts[0]].removeprefix("$PWD/"), arguments[scripts[0] + 1 :]
     if script.endswith(".sbatch"):
-        assert (ROOT / "benchmark" / script).is_file()
+        assert (ROOT / "benchmarks/suite" / script).is_file()
         script = f"launch_4_node_{rest.pop(0)}.sh"
-    assert script in PLACEHOLDERS or (ROOT / "benchmark" / script).is_file()
+    assert script in PLACEHOLDERS or (ROOT / "benchmarks/suite" / script).is_file()
     build_parser().parse_args(rest)
 
 
@@ -532,7 +532,7 @@ def test_headings_of_troubleshooting_are_words_of_errors() -> None:
 def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
     for number, span in spans_of(page):
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|sh|md|csv|toml|sbatch)", span):
-            assert any((ROOT / top / span).exists() for top in ("", "src", "src/penstock", "benchmark")), (
+            assert any((ROOT / top / span).exists() for top in ("", "src", "src/penstock", "benchmarks/suite")), (
                 f"{page}:{number}: {span}"
             )
         for name in re.findall(r"\bpenstock((?:\.\w+)+)", span):

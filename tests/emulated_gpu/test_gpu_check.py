@@ -23,7 +23,7 @@ def test_the_checks_pass_where_there_is_no_gpu(device: str, check: str) -> None:
             pytest.skip(missing)
         emulated_device.build()  # once for both ranks
     arguments = ["--device", device, "--only", check]
-    result = run_python(str(ROOT / "benchmarks/gpu_check.py"), *arguments, timeout=150)
+    result = run_python(str(ROOT / "benchmarks/studies/gpu_check.py"), *arguments, timeout=150)
     rows = [line for line in result.stdout.splitlines() if line.startswith(f"| {check}")]
     assert ("The ranks share one GPU" in result.stdout) == (device == "emulated")
     assert len(rows) == 1 and "| passed |" in rows[0] and result.returncode == 0, result.stdout + result.stderr[-2000:]

@@ -57,7 +57,7 @@ from tests.support.training import live_bytes, parallelize, rows, run_step
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """Of all kinds together, each pair. benchmarks/quantized.py runs the whole product."""
+    """Of all kinds together, each pair. benchmarks/studies/quantized.py runs the whole product."""
     for family, way, ranks, stages, schedule in covering(kind):
         (found,) = compared(pool, family, kind, way, ranks, stages, [schedule], tmp_path / family)
         case = family, way, ranks, stages, schedule, found

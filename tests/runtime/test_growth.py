@@ -19,7 +19,7 @@ from tests.support.ended import End
 from tests.support.growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 from tests.support.pool import Pool
 
-# benchmarks/growth.py counts up to 64.
+# benchmarks/studies/growth.py counts up to 64.
 WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,8,16,32").split(",")))
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
 MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 25

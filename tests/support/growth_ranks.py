@@ -1,4 +1,4 @@
-"""What a rank asks for, holds and is told, counted: for tests/runtime/test_growth.py and benchmarks/growth.py."""
+"""What a rank asks for, holds and is told, counted: for test_growth.py and benchmarks/studies/growth.py."""
 
 from __future__ import annotations
 

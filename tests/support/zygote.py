@@ -43,7 +43,7 @@ from pathlib import Path
 from tests.support.forked import REFUSED, Process, Refused, kill_group, receive
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / folder) for folder in ("src", ".", "examples", "benchmark")]
+PATHS = [str(ROOT / folder) for folder in ("src", ".", "examples", "benchmarks/suite")]
 NUM_ZYGOTES = 2
 PRELOADED = (
     "torch.distributed.run",

@@ -75,7 +75,7 @@ def test_the_script_gives_the_same_run(
 def test_a_row_of_the_matrix_is_within_its_target(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, layout: str
 ) -> None:
-    """Two steps of benchmarks/trainer_matrix.py that change the weights, over one of its layouts."""
+    """Two steps of benchmarks/studies/trainer_matrix.py that change the weights, over one of its layouts."""
     monkeypatch.setattr(matrix, "LAYOUTS", {layout: matrix.LAYOUTS[layout]})
     options = {} if "packing" in row else FEW
     (found,) = matrix.run(pool, tmp_path, row, torch.float64, steps=2, warmup_steps=0, **options).values()

@@ -34,7 +34,7 @@ def bench(
 ) -> None:
     """Train one model in every mode, in fresh processes, and print one table; write JSON, CSV and a plot.
 
-    Other options are the trainer's (python benchmark/trainer.py --help) and hold for all modes. The status is 1
+    Other options are the trainer's (python benchmarks/suite/trainer.py --help) and hold for all modes. The status is 1
     if a run fails or if the modes did not compute the same losses.
 
     Example: penstock bench --devices 2 --model GPTSmall --batch-size 8 --block-size 256 --iterations 10
@@ -83,7 +83,7 @@ def bench(
 
 def _find() -> None:
     """Make the benchmark's folder importable. It belongs to the sources, not to an installed package."""
-    folder = Path(__file__).parents[3] / "benchmark"
+    folder = Path(__file__).parents[3] / "benchmarks/suite"
     if not (folder / "kinds").is_dir():
         raise typer.BadParameter("the benchmark is not installed: run it from a clone of the sources")
     if str(folder) not in sys.path:
