@@ -192,3 +192,73 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     }
     circles = {module: module in reached(module, graph) for module in graph}
     assert [module for module, circular in circles.items() if circular] == []
+
+
+# Private names of libraries, where there is no public way to what is needed.
+OF_LIBRARIES = {
+    "tables of a module, which also tell what is None, shared, or no part of a checkpoint": {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl", "_apply",
+    },
+    "hooks that others have put on a module, a parameter or an optimizer": {
+        "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+        "_register_state_dict_hook", "_post_accumulate_grad_hooks", "_backward_hooks", "_optimizer_step_post_hooks",
+    },
+    "what a module's own code saves, and loads": {"_metadata", "_save_to_state_dict", "_load_from_state_dict"},
+    "whether a tensor was written to, and which memory it has": {
+        "_version", "_cdata", "_values", "_make_subclass", "_has_compatible_shallow_copy_type",
+    },
+    "operations of torch, and what they say of themselves": {
+        "_schema", "_overloadname", "_local_scalar_dense", "_to_copy", "_safe_softmax", "_foreach_norm",
+        "_foreach_mul_", "_foreach_copy_", "_C", "_pytree",
+    },
+    "modes under way": {
+        "_get_current_dispatch_mode", "_get_current_function_mode", "_pop_mode_temporarily", "_profiler_enabled",
+        "_execution_engine", "_active_collector",
+    },
+    "process groups: their store, their backends, their number, and how to give one up": {
+        "_world", "_get_default_store", "_get_default_group", "_get_backend", "_device_types", "_rank_not_in_group",
+        "_get_object_coll_device", "_abort_process_group",
+    },
+    "base classes": {"_NormBase", "_DropoutNd"},
+    "gradients of a GradScaler": {"_unscale_grads_"},
+    "Python's own, and fields of a named tuple": {"_exit", "_getframe", "_current_frames", "_fields", "_replace"},
+    "models of transformers": {
+        "_from_config", "_is_hf_initialized", "_keys_to_ignore_on_save", "_experts_implementation", "_sample",
+        "_get_logits_processor", "_get_stopping_criteria", "_pad_token_tensor", "_eos_token_tensor",
+    },
+}  # fmt: skip
+
+
+def test_no_file_uses_the_private_names_of_another() -> None:
+    known = set[str]().union(*OF_LIBRARIES.values())
+    used, found = set[str](), set[tuple[str, str]]()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.parent.name in ("trainer", "trl"):
+            continue
+        tree = ast.parse(file.read_text())
+        own = set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+                own.add(node.attr)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
+                used.add(node.attr)
+                if node.attr not in known | own:
+                    found.add((module_of(file), ast.unparse(node)))
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+                found |= {(module_of(file), alias.name) for alias in node.names if is_private(alias.name)}
+    assert found == set()
+    assert known <= used, "a name that nobody uses any more"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether an attribute's object is `self`, `cls` or `super()`."""
+    return ast.unparse(value) in ("self", "cls", "super()")

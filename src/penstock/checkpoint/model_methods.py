@@ -109,7 +109,7 @@ def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> N
     pipeline = model.pipeline
     comm = saving_ranks(pipeline)
     with pipeline.together(Call.LOAD_MODEL):
-        if folders := model._adapter_folders(os.fspath(directory)):
+        if folders := model.adapter_folders(os.fspath(directory)):
             load_adapters(model, folders, world_comm=comm, strict=strict)
             return
         stages, local = pipeline.split.stages, pipeline.split.local_stages

@@ -62,7 +62,7 @@ class PipelineDiffusionModel(PipelineModel):
 
         self.save_adapter(save_directory, adapter_name, select, write)
 
-    def _adapter_folders(self, directory: str) -> dict[str, str]:
+    def adapter_folders(self, directory: str) -> dict[str, str]:
         if getattr(self, "_hf_peft_config_loaded", False):
             _refuse(self, "load_ordinary")
         return {}

@@ -192,7 +192,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("merge_adapter() keeps the adapters beside the layers: use merge_and_unload()")
 
-    def _adapter_folders(self, directory: str) -> dict[str, str]:
+    def adapter_folders(self, directory: str) -> dict[str, str]:
         return {name: self._folder_of(name, directory) for name in self.peft_config}
 
 

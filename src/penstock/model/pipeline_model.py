@@ -234,7 +234,7 @@ class PipelineModel(_Module):
         """
         model_methods.load_model(self, directory, strict)
 
-    def _adapter_folders(self, directory: str) -> dict[str, str]:
+    def adapter_folders(self, directory: str) -> dict[str, str]:
         """Where in `directory` each adapter is that an ordinary checkpoint of this model consists of."""
         model: Any = self
         injected = getattr(model, "_hf_peft_config_loaded", False)

@@ -113,7 +113,7 @@ def _active_share(config: Any) -> float:
 
 def operations_of_product(func: Any, args: Any, kwargs: Any, output: Any) -> int:
     """The operations of a product, such as a matrix's or a convolution, by torch's own formulas; 0 of all else."""
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
 
 

@@ -214,9 +214,9 @@ class Numbering:
     def of(self, model: nn.Module) -> dict[str, int]:
         """Number of each parameter of `model` by name, tied names with one number. Can be taken once."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        numbers = {name: parameter._number for name, parameter in parameters.items()}  # type: ignore[attr-defined]
+        numbers = {name: parameter.penstock_number for name, parameter in parameters.items()}  # type: ignore[attr-defined]
         for parameter in {id(parameter): parameter for parameter in parameters.values()}.values():
-            del parameter._number  # type: ignore[attr-defined]
+            del parameter.penstock_number  # type: ignore[attr-defined]
         return numbers
 
     def replaced(self, model: nn.Module, numbers: dict[str, int]) -> dict[str, int]:
@@ -243,19 +243,19 @@ def numbering_parameters(
     numbering = Numbering()
 
     def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not hasattr(parameter, "_number"):
+        if parameter is not None and not hasattr(parameter, "penstock_number"):
             # The model may register one object under two names, through a variable of its own.
-            known = getattr(parameter, "_moved", None)
+            known = getattr(parameter, "penstock_moved", None)
             if known is None:
                 number, known = len(numbering.places), parameter
                 numbering.places.append((module, name))
                 if keep is not None and number not in keep:
                     known = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
-                    parameter._moved = known  # type: ignore[attr-defined]  # lives as long as the model's variable
+                    parameter.penstock_moved = known  # type: ignore[attr-defined]  # lives as long as the model's variable
                     if sharded and number in sharded:
                         assert keeper is not None
                         keeper.watch(known, sharded[number], parameter.data)
-                known._number = number  # type: ignore[attr-defined]  # until Numbering.of
+                known.penstock_number = number  # type: ignore[attr-defined]  # until Numbering.of
             parameter = known
         original(module, name, parameter)
 
