@@ -271,7 +271,7 @@ class ElasticRun:
                 hand_over(self.engine, self.states.optimizer, leaving, self._migration)
             elif self.save_unfinished is not None and not all_saved:
                 self.save_unfinished()
-            self._to(self._next("a planned change", (), planned=True, leaving=leaving))
+            self._go_over("a planned change", (), planned=True, leaving=leaving)
         except Exception as error:
             self._recover(error)
 
@@ -283,47 +283,64 @@ class ElasticRun:
                 raise error
             self.generations.refuse_if_fruitless(error)
             try:
-                self._to(self._next(str(error), self.generations.suspects(), planned=False))
+                self._go_over(str(error), self.generations.suspects(), planned=False)
                 return
             except Exception as another:
                 another.__cause__ = another.__cause__ or error
                 error = another
 
-    def _next(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> Decision:
-        """End this generation and agree on the next."""
-        engine, generations = self.engine, self.generations
-        started, failed_at = time.time(), engine.board.failed_at
-        generations.membership.unwatch()
-        engine.dissolve()
-        self._migration = self._migration or Migration.of(engine)
-        report = MemberReport(
-            generations.number,
+    def _go_over(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> None:
+        """Go over from this generation to the next. What is lost then is repeated by the call under way, or the next
+        one (`_repeat`)."""
+        started, failed_at = time.time(), self.engine.board.failed_at
+        self.generations.membership.unwatch()
+        self.engine.dissolve()
+        self._migration = self._migration or Migration.of(self.engine)
+        following = self._agree(self._report(suspects, planned, leaving, self._migration), cause)
+        self._change = self._change_to(following, cause, started, failed_at)
+        if leaving and self.generations.number not in following.members:
+            self._leave(following.end)
+        if following.end:
+            raise RunEnded(f"the run cannot go on: {following.end}. {self.engine.board.advice()}")
+        self._settle(following)
+        self._form(following, self._change)
+
+    def _report(self, suspects: tuple[int, ...], planned: bool, leaving: bool, migration: Migration) -> MemberReport:
+        """What this member says at the end of a generation."""
+        return MemberReport(
+            self.generations.number,
             self.step,
             self._log.num_calls,
             self._log.dropped,
             leaving,
             suspects,
-            self._held_units(self._migration),
+            self._held_units(migration),
             ready=planned,
             going_back=self._going_back,
-            owned=self._owned_parameters(self._migration),
+            owned=self._owned_parameters(migration),
         )
+
+    def _agree(self, report: MemberReport, cause: str) -> Decision:
+        """What the members that are left have decided on."""
         try:
-            following = generations.end(report, announce=not planned)
+            return self.generations.end(report, announce=not report.ready)
         except (LeftOut, PipelineFailure):
             raise
         except STORE_ERRORS as error:
             raise RunEnded(
-                f"the members cannot agree how to go on, because the store at {generations.settings.store} "
+                f"the members cannot agree how to go on, because the store at {self.generations.settings.store} "
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
+
+    def _change_to(self, following: Decision, cause: str, started: float, failed_at: float | None) -> Change:
+        """The record of the change under way, in which the phases to come are still to be entered."""
         unfinished = () if self._change is None else self._change.lost  # by a generation that did not come about
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
             "plan": following.seconds,
         }
-        self._change = Change(
+        return Change(
             following.generation,
             cause,
             (*unfinished, *following.lost),
@@ -335,12 +352,6 @@ class ElasticRun:
             failed_at or started,
             seconds,
         )
-        if leaving and generations.number not in following.members:
-            self._leave(following.end)
-        if following.end:
-            raise RunEnded(f"the run cannot go on: {following.end}. {engine.board.advice()}")
-        self._settle(following)
-        return following
 
     def _settle(self, following: Decision) -> None:
         """Make the last update, if another survivor has made it; otherwise forget its gradients."""
@@ -364,10 +375,9 @@ class ElasticRun:
         for parameter in self.engine.known.values():
             parameter.grad = None
 
-    def _to(self, following: Decision) -> None:
-        """Form the next generation."""
-        engine, change = self.engine, self._change
-        assert change is not None
+    def _form(self, following: Decision, change: Change) -> None:
+        """Form the next generation: its world, its engine, and the values that this member holds newly."""
+        engine = self.engine
         started = time.perf_counter()
         layout, make_schedule = self.on_layout(following)
         self.generations.meet()

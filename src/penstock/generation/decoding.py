@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.generation.series import ExpectedMessage, series_of_results
-from penstock.generation.single_forwards import Prefill, SingleForwards
+from penstock.generation.single_forwards import Forward, Prefill, SingleForwards
 from penstock.generation.turns import LoopStopped, Turns
 from penstock.layout.layout import PipelineLayout
 from penstock.modeling.graph.plan import DataflowPlan, refusal
@@ -335,33 +335,11 @@ class Decoding:
         """
         inputs = inputs if call is not None else {**self._unread, **inputs}
         choosing = self.group.tokens_only and call is None
-        self.inside = True
-        try:
-            plan = self._split.plan(inputs, call=call)
-        finally:
-            self.inside = False
-        if plan.controlled:
-            raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
-        if plan.digest not in self._compared:
-            self._compare(plan)
+        plan = self._plan(inputs, call)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
-        with self._exchange("exchanging values in generation"):
-            parts = [self._forwards.begin(plan, part) for part in ([inputs] if prefill is None else prefill.parts)]
-        for visit in self._forwards.visits:
-            self._pass_on(visit[0])
-            with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
-                self.inside = True
-                try:
-                    for stage, part in product(visit, parts):
-                        self._forwards.run(part, stage, call)
-                finally:
-                    self.inside = False
-        self.group.forwards += 1
+        parts = self._walk(plan, [inputs] if prefill is None else prefill.parts, call)
         with self._board.guard("exchanging values in generation", self.ranks):
-            outputs = [part.output for part in parts]
-            if not all(isinstance(each, dict) for each in outputs):
-                raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
-            output = outputs[0] if prefill is None else prefill.joined(outputs)
+            output = _whole_output([part.output for part in parts], prefill)
             leaves, structure = self._shared_fields(output, inputs, choosing)
             expected = self._offer(leaves, plan, choosing)
             if choosing:
@@ -379,6 +357,37 @@ class Decoding:
         for name, value in pytree.tree_unflatten(leaves, structure).items():
             output[name] = value
         return output
+
+    def _plan(self, inputs: Mapping[str, Any], call: Callable[..., Any] | None) -> DataflowPlan:
+        """What each stage does in a forward; the same on all ranks."""
+        self.inside = True
+        try:
+            plan = self._split.plan(inputs, call=call)
+        finally:
+            self.inside = False
+        if plan.controlled:
+            raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
+        if plan.digest not in self._compared:
+            self._compare(plan)
+        return plan
+
+    def _walk(
+        self, plan: DataflowPlan, inputs: Sequence[Mapping[str, Any]], call: Callable[..., Any] | None
+    ) -> list[Forward]:
+        """Run the stages of this rank, each when its group is due, on each part of the prompts in turn."""
+        with self._exchange("exchanging values in generation"):
+            parts = [self._forwards.begin(plan, part) for part in inputs]
+        for visit in self._forwards.visits:
+            self._pass_on(visit[0])
+            with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
+                self.inside = True
+                try:
+                    for stage, part in product(visit, parts):
+                        self._forwards.run(part, stage, call)
+                finally:
+                    self.inside = False
+        self.group.forwards += 1
+        return parts
 
     def _compare(self, plan: DataflowPlan) -> None:
         """Raise SettingsMismatch, on every rank, if the others' plan is another one.
@@ -467,3 +476,10 @@ class Decoding:
             self._results.give(tensors, None if choosing else key)
             return None
         return self._results.expect(len(tensors), None if choosing else key)
+
+
+def _whole_output(outputs: Sequence[Any], prefill: Prefill | None) -> Any:
+    """The output of the whole forward from those of its parts."""
+    if not all(isinstance(each, dict) for each in outputs):
+        raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
+    return outputs[0] if prefill is None else prefill.joined(outputs)
