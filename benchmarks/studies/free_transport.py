@@ -22,8 +22,7 @@ from turns import Figures, Step, serve
 from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
-from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels
-from penstock.runtime.boundary.tensors import encode_header
+from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels, encode_header
 from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard

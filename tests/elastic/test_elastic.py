@@ -28,10 +28,9 @@ from penstock import (
 )
 from penstock.checkpoint.contents import find_checkpoints
 from penstock.elastic import membership as membership_module
-from penstock.elastic.generations import Generations, agree
+from penstock.elastic.generations import Generations, agree, leave_world
 from penstock.elastic.membership import MemberRecord, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
-from penstock.elastic.world import leave_world
 from penstock.runtime import formation
 from tests.support import elastic_runs
 from tests.support.families import FAMILIES

@@ -11,7 +11,7 @@ from transformers import GPT2LMHeadModel
 
 import penstock
 from penstock.config.configuration import Configuration, ConfigurationError
-from penstock.layout.chosen import chosen_stages, split_stages
+from penstock.layout.pipelines import chosen_stages, split_stages
 from tests.support.families import FAMILIES, batch
 from tests.support.own_models import OWN_MODELS
 from tests.support.pool import Pool

@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 import penstock
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
-from penstock.elastic.world import leave_world
+from penstock.elastic.generations import leave_world
 from penstock.modeling import packed_layers
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.boundary.tensors import decode_header, encode_header
+from penstock.runtime.boundary.p2p import decode_header, encode_header
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
+from penstock.elastic.generations import form_world
 from penstock.elastic.moving import _Transfers, from_live_ranks
-from penstock.elastic.world import form_world
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units

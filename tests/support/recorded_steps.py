@@ -22,8 +22,7 @@ from penstock.generation.decoding import Decoding
 from penstock.layout.layout import Layout
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
-from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels
-from penstock.runtime.boundary.tensors import encode_header
+from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannels, encode_header
 from penstock.runtime.comm import gloo, groups
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.groups import Groups

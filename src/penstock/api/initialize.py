@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from penstock.api.builder import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError
-from penstock.layout.chosen import chosen_stages, split_stages
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
+from penstock.layout.pipelines import chosen_stages, split_stages
 from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules

@@ -1,5 +1,6 @@
 """A process's place among the members of a run: it comes, meets the others, and goes with them from one generation to
-the next, through the store. What they agree on is decided by `protocol`.
+the next, through the store. Each generation has a default process group of torch's of its own (`form_world`). What the
+members agree on is decided by `protocol`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from penstock.config.elastic import Elastic
 from penstock.elastic.formations import Formations
 from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse, tell
 from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
-from penstock.elastic.world import form_world
+from penstock.runtime.comm import bootstrap
+from penstock.runtime.comm.devices import use_local_device
+from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, PipelineFailure
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.failures.ring import machine
@@ -354,3 +359,32 @@ def latest(meeting: Meeting) -> Decision | None:
     while (following := decision(meeting, number)) is not None:
         found, number = following, number + 1
     return found
+
+
+def form_world(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+    on_board: Callable[[FailureBoard], object],
+) -> None:
+    """Make a new default process group of torch's, in place of the present one, with the ranks that meet in `store`;
+    `on_board` is given the board on which failures of their meeting are."""
+    leave_world()
+    # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
+    dist.distributed_c10d._world.group_count = 0
+    use_local_device()
+    atexit.unregister(bootstrap.leave_in_order)
+    atexit.register(bootstrap.leave_in_order)
+    try:
+        bootstrap.meet(store, rank, world_size, timeout, on_board)
+    except BaseException:
+        watcher.stop()
+        raise
+
+
+def leave_world() -> None:
+    """Give up torch's default process group, if there is one."""
+    watcher.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()

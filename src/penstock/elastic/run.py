@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.data.loader import Batches
-from penstock.elastic.generations import Generations, LeftOut, RunEnded
+from penstock.elastic.generations import Generations, LeftOut, RunEnded, leave_world
 from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
 from penstock.elastic.protocol import Decision, Log, LoggedCall, MemberReport
-from penstock.elastic.world import leave_world
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.whole import unit_of
 from penstock.runtime.comm.rollcall import Call

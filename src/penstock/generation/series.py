@@ -19,8 +19,15 @@ import torch
 
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import refuse_elsewhere
-from penstock.runtime.boundary.p2p import TAGS_PER_CHANNEL, Message, P2PChannel, P2PChannels
-from penstock.runtime.boundary.tensors import decode_header, encode_header, header_buffer
+from penstock.runtime.boundary.p2p import (
+    TAGS_PER_CHANNEL,
+    Message,
+    P2PChannel,
+    P2PChannels,
+    decode_header,
+    encode_header,
+    header_buffer,
+)
 from penstock.runtime.context import RankContext
 
 Specs = Sequence[TensorSpec]

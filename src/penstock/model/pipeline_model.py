@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -21,13 +23,14 @@ from penstock.checkpoint.model_state import warn_of_unsaved
 from penstock.config.configuration import Configuration
 from penstock.data.loader import ReplicaDataLoader
 from penstock.generation.generate import evaluate_with_cache, generate
-from penstock.model.num_parameters import num_parameters_of_whole
 from penstock.modeling.graph.dummy_inputs import arguments_by_name
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import known_of, mix_in, original_class, record_of
 from penstock.modeling.libraries import base_of, of_diffusers
-from penstock.modeling.placeholders.ghosts import absent_parameters
+from penstock.modeling.placeholders.ghosts import absent_parameters, shown_whole
 from penstock.modeling.stage.outputs import NamedOutput
+from penstock.modeling.weights.whole import packed_weights, whole_shape
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
 from penstock.runtime.inputs import warn_of_batch_statistics
@@ -423,3 +426,23 @@ def _of_the_whole_model(name: str, method: Callable[..., Any]) -> Callable[..., 
         return method(self, *args, **kwargs)
 
     return save
+
+
+def num_parameters_of_whole(model: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
+    """See `PipelineModel.num_parameters`. With `only_trainable` every rank calls it."""
+    pipeline, left_out = model.pipeline, set[str]()
+    if exclude_embeddings:
+        left_out = {f"{name}.weight" for name, child in model.named_modules() if isinstance(child, nn.Embedding)}
+    if only_trainable:
+        index = pipeline.place.tensor_parallel_rank
+        own = sum(
+            one.parameter.numel()
+            for one in pipeline.held
+            if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
+        )
+        with pipeline.together(Call.COUNT, [own]) as said:
+            return sum(facts[0] for facts in said.values())
+    with shown_whole(model):
+        whole, packed = dict(model.named_parameters(remove_duplicate=False)), packed_weights(model)
+    counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]
+    return sum(packed.get(name) or math.prod(whole_shape(model, name, whole[name])) for name in counted)

@@ -18,7 +18,7 @@ from penstock.modeling.stage.outputs import OutputForm, Shapes, joint_form, merg
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
-from penstock.runtime.boundary.tensors import carried
+from penstock.runtime.boundary.p2p import carried
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import states_of_stages

@@ -25,8 +25,7 @@ from operator import attrgetter, call, or_
 import torch
 
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.boundary.p2p import Message, P2PChannels
-from penstock.runtime.boundary.tensors import decode_header, encode_header, header_buffer
+from penstock.runtime.boundary.p2p import Message, P2PChannels, decode_header, encode_header, header_buffer
 from penstock.runtime.report import profiling
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step, carries_loss

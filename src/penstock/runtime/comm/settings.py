@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock.layout.layout import Layout, PipelineLayout
-from penstock.runtime.boundary.tensors import DTYPES
+from penstock.runtime.boundary.p2p import DTYPES
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words
 from penstock.runtime.gradients.ownership import HeldParameter
