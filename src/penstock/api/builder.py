@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO, settle
 from penstock.tensor_parallel.apply import sharding_of
+
+# What a user gave as the schedule: a name, one written out, or one for each template.
+Asked = TypeVar("Asked")
 
 
 class UnitsAndCosts(NamedTuple):
@@ -138,7 +141,7 @@ def build(
     return attach(model, engine, configuration, criterion)
 
 
-def settled(schedule: Any, model: nn.Module) -> Any:
+def settled(schedule: Asked, model: nn.Module) -> Asked | str:
     """What a user gave as the schedule, with a name in the place of "auto"; the same on all ranks."""
     return settle(schedule, schedule == AUTO and deferring_pays(model, local_device()))
 

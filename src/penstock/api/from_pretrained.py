@@ -19,6 +19,7 @@ from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.libraries import base_of, is_peft_model, of_diffusers
+from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.whole import alias_groups
@@ -150,7 +151,7 @@ def from_config(
 
 def _make_in_stages(
     make_skeleton: Callable[[], PreTrainedModel],
-    make: Callable[[Sequence[Sequence[str]], Sequence[int], Any], Made],
+    make: Callable[[Sequence[Sequence[str]], Sequence[int], WeightSharding | None], Made],
     configuration: Configuration,
     criterion: Criterion | None,
     example_inputs: Any,

@@ -15,6 +15,7 @@ from peft import get_peft_model_state_dict
 from safetensors import safe_open
 
 from penstock.model.pipeline_model import PipelineModel
+from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.weights.load import StageLoadingInfo, finish_stage, refuse_arguments
 from penstock.modeling.weights.whole import held_names
 
@@ -106,7 +107,7 @@ def load_stage(
     path_or_name: str,
     stages: Sequence[Sequence[str]],
     local_stages: Collection[int],
-    tensor_parallel: Any = None,
+    tensor_parallel: WeightSharding | None = None,
     adapt: Callable[[Any], Any] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, StageLoadingInfo]:
