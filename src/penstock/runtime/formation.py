@@ -120,11 +120,11 @@ def parallelize(
     device = local_device()
     (make_weights or model.to)(device)
     engine = Engine(split, device, EngineOptions() if options is None else options)
-    form_first(engine, layout, make_schedule, job_board() if board is None else board, values)
+    form_new(engine, layout, make_schedule, job_board() if board is None else board, values)
     return engine
 
 
-def form_first(
+def form_new(
     engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, values: Values | None = None
 ) -> None:
     """Form an engine that was never formed before; all ranks start alike, or as `values` says."""
@@ -135,11 +135,11 @@ def form_first(
         else:
             values(engine, engine.values_here(), Migration())
 
-    form(engine, layout, make_schedule, board, fill)
+    form_parts(engine, layout, make_schedule, board, fill)
     torch_calls.follow(engine)
 
 
-def form(
+def form_parts(
     engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
 ) -> None:
     """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
@@ -176,6 +176,9 @@ def form(
             adopt_random_state(context.pipeline_ranks[0], groups.model_parallel_control, device)
         else:  # a re-formation: the ranks that come new go on from one that was there
             adopt_random_state(first, groups.world_control, device)
+
+
+# -- what the ranks agree on before their first step -------------------------------------------------------------------
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard, after
-from penstock.runtime.formation import Migration, Values, form, form_first, forming, job_board
+from penstock.runtime.formation import Migration, Values, form_new, form_parts, forming, job_board
 from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.parts import ScheduleMaker, holders_of
 
@@ -72,7 +72,9 @@ def reform(
         board.resume.update(saved)
         engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)
-        form(engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values, migration))
+        form_parts(
+            engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values, migration)
+        )
 
 
 def _fill(engine: Engine, values: Values, migration: Migration) -> None:
@@ -111,7 +113,7 @@ def for_copy(engine: Engine, model: nn.Module) -> Engine:
     refuse_moved(model, engine.device)
     split = SplitModel(model, before.stages, before.local_stages, aliases=before.aliases)
     made = Engine(split, engine.device, replace(engine.options, trace=None, trace_steps=None))
-    form_first(made, engine.layout, engine.make_schedule, job_board())
+    form_new(made, engine.layout, engine.make_schedule, job_board())
     made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
     return made
 
