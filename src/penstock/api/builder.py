@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from penstock.config.configuration import Configuration
+from penstock.context_parallel.apply import sharing_of
+from penstock.context_parallel.check import check_parts
 from penstock.layout.announce import Announcement, announce
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import USED_NAMES, PipelineModel, attach
@@ -133,11 +135,13 @@ def build(
         planned.layout,
         planned.make_schedule,
         board,
-        planned.options,
+        replace(planned.options, share_sequences=sharing_of(planned.layout)),
         make_sharding=sharding_of(planned.layout),
         functions=functions,
         values=values,
     )
+    if planned.layout.context_parallel_size > 1:
+        check_parts(engine)
     return attach(model, engine, configuration, criterion)
 
 

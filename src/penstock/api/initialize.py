@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from penstock.api.builder import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError
+from penstock.context_parallel.apply import refuse_model
 from penstock.layout.layout import Layout
 from penstock.layout.partition import partition, split_into
 from penstock.layout.pipelines import chosen_stages, split_stages
@@ -135,7 +136,10 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
             TensorParallel(model, 0, size, alias_groups(model))
         except ValueError as error:
             raise ConfigurationError(f"model_parallelism.{error}") from error
-    layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size)
+    parts = configuration.context_parallel_size
+    if parts > 1:
+        refuse_model(model)
+    layout = Layout.place([stages] * num_pipelines, [stage_to_rank] * num_pipelines, size, parts)
     written, number = written_schedule(configuration.schedule), configuration.num_microbatches
     if written is not None and number is None and configuration.microbatch_size is None:
         number = written.num_microbatches
@@ -237,6 +241,13 @@ def plan_stages(
         raise ConfigurationError(
             f"{key} is {num_ranks}, but only {few} started: start at least {num_ranks} "
             f"(torchrun --nproc-per-node {num_ranks}) or set it to {world_size} at most"
+        )
+    parts = configuration.context_parallel_size
+    if world_size % (num_ranks * parts) and parts > 1:
+        raise ConfigurationError(
+            f"{SECTION}.context_parallel_size {parts} takes {parts} pipelines of {num_ranks} ranks, which is "
+            f"{num_ranks * parts * size} processes, but {world_size * size} were started: start a multiple of "
+            f"{num_ranks * parts * size}"
         )
     if world_size % num_ranks:
         fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]

@@ -36,6 +36,8 @@ class Configuration:
             model's units where those are known.
         tensor_parallel_size: ranks that share a stage, each with a slice of its weights; it must divide the model's
             attention heads, layer widths and vocabulary.
+        context_parallel_size: pipelines that share every sequence, each with a part of its tokens; see
+            docs/long_context.md.
         microbatch_size: samples in a microbatch, or None.
         num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
             4 for each rank. At most one of the two may be given.
@@ -67,6 +69,7 @@ class Configuration:
     enable: bool = True
     pipeline_parallel_size: int | Literal["auto"] = 1
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
     microbatch_size: int | None = None
     num_microbatches: int | None = None
     schedule: str | Sequence[str] = AUTO
@@ -231,6 +234,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable": (lambda value: isinstance(value, bool), "true or false"),
     "pipeline_parallel_size": (lambda value: _is_positive_integer(value) or value == "auto", "a positive integer"),
     "tensor_parallel_size": (_is_positive_integer, "a positive integer"),
+    "context_parallel_size": (_is_positive_integer, "a positive integer"),
     "microbatch_size": (_is_positive_integer, "a positive integer or null"),
     "num_microbatches": (_is_positive_integer, "a positive integer or null"),
     "batch_dim": (_are_dims, "a dict with a dimension, counted from 0, or null for each input that it names"),

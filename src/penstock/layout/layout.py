@@ -64,9 +64,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """All pipelines of a run, placed one after another on the ranks of the world."""
+    """All pipelines of a run, placed one after another on the ranks of the world. `context_parallel_size` neighbouring
+    ones, which are alike, are given the same batch, and each computes a part of every sequence."""
 
     pipelines: tuple[PipelineLayout, ...]
+    context_parallel_size: int = 1
 
     @classmethod
     def place(
@@ -74,11 +76,12 @@ class Layout:
         stages_per_pipeline: Sequence[Sequence[Sequence[str]]],
         stage_to_rank: Sequence[Sequence[int]] | None = None,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
     ) -> Layout:
         """Place `stages_per_pipeline` (units per stage of each) on consecutive ranks, in the order given.
 
         `stage_to_rank` is the pipeline rank of each stage of each pipeline, by default one stage a rank;
-        `tensor_parallel_size` is how many ranks share a stage.
+        `tensor_parallel_size` is how many ranks share a stage, `context_parallel_size` how many pipelines a sequence.
         """
         pipelines, first_rank = [], 0
         for index, stages in enumerate(stages_per_pipeline):
@@ -86,7 +89,7 @@ class Layout:
             units = tuple(tuple(stage) for stage in stages)
             pipelines.append(PipelineLayout(units, mapping, first_rank, tensor_parallel_size))
             first_rank += pipelines[-1].world_size
-        return cls(tuple(pipelines))
+        return cls(tuple(pipelines), context_parallel_size)
 
     @cached_property
     def tensor_parallel_size(self) -> int:
@@ -96,6 +99,20 @@ class Layout:
     @cached_property
     def world_size(self) -> int:
         return sum(pipeline.world_size for pipeline in self.pipelines)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many batches the pipelines take: those that share their sequences take one."""
+        return len(self.pipelines) // self.context_parallel_size
+
+    def replica_of(self, pipeline: int) -> int:
+        """Which of these batches the pipeline of this index takes."""
+        return pipeline // self.context_parallel_size
+
+    def of_replica(self, replica: int) -> tuple[PipelineLayout, ...]:
+        """The pipelines that take one batch, in the order of their parts of a sequence."""
+        first = replica * self.context_parallel_size
+        return self.pipelines[first : first + self.context_parallel_size]
 
     @property
     def units(self) -> Units:

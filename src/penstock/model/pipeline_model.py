@@ -134,13 +134,14 @@ class PipelineModel(_Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of this rank's pipeline among the pipelines, which each take their own batches."""
-        return self._known_engine.place.pipeline
+        """The index of this rank's batch among those that the pipelines take: each its own, or, under
+        `context_parallel_size`, so many together."""
+        return self._known_engine.context.replica
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of pipelines."""
-        return len(self._known_engine.layout.pipelines)
+        """The number of batches that the pipelines take."""
+        return self._known_engine.layout.num_replicas
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, steps only accumulate gradients on this rank; the first step outside reduces them."""

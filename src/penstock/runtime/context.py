@@ -39,6 +39,11 @@ class RankContext:
         return self.layout.pipelines[self.place.pipeline]
 
     @property
+    def replica(self) -> int:
+        """Which batch this rank's pipeline takes, of those that the pipelines take."""
+        return self.layout.replica_of(self.place.pipeline)
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """The stages this rank holds."""
         return self.pipeline.stages_of(self.place.pipeline_rank)

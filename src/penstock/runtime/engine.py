@@ -470,6 +470,7 @@ class Engine:
         first_microbatch: int,
         criterion: Criterion | None,
         training: bool = False,
+        in_parts: bool = True,
     ) -> StepInputs:
         self.refuse_if_over()
         self.split.refuse_if_moved(self.device)
@@ -478,6 +479,9 @@ class Engine:
         hosts = None
         if self.device.type != "cpu":
             microbatches, hosts = place(microbatches, self.device)
+        if in_parts and self.parts.sequences is not None:
+            microbatches = self.parts.sequences.cut(microbatches, criterion)
+            hosts = None if hosts is None else self.parts.sequences.cut(hosts, criterion)
         assert self.seed is not None
         seed = self.seed if training else mixed(self.seed, key_of("evaluation", self.num_evaluations))
         plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)

@@ -14,7 +14,15 @@ from torch.utils import _pytree as pytree
 from penstock.data.batch import with_one_sample_more
 from penstock.data.fingerprint import described, fingerprint
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.outputs import OutputForm, Shapes, joint_form, merge_outputs, named_output, output_of
+from penstock.modeling.stage.outputs import (
+    OutputForm,
+    Shapes,
+    form_of,
+    joint_form,
+    merge_outputs,
+    named_output,
+    output_of,
+)
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
@@ -22,7 +30,6 @@ from penstock.runtime.boundary.p2p import carried
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import states_of_stages
-from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.gradients import autocast
@@ -31,9 +38,12 @@ from penstock.runtime.program import Program
 from penstock.runtime.report import numbered
 
 
-def evaluate(engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None) -> Any:
-    """The model's output for the whole batch, on every rank of this pipeline, without gradients."""
-    with _evaluation(engine, inputs, criterion, Call.EVALUATE) as (output, form):
+def evaluate(
+    engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None, in_parts: bool = True
+) -> Any:
+    """The model's output for the whole batch, on every rank of this pipeline, without gradients. `in_parts`: pipelines
+    that share their sequences in training do so here."""
+    with _evaluation(engine, inputs, criterion, Call.EVALUATE, in_parts) as (output, form):
         return share_output(output, engine.context, form)
 
 
@@ -43,7 +53,7 @@ def evaluate_together(
     """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
     output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
     pipeline without any microbatch. All pipelines call this together."""
-    with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER) as (output, form):
+    with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joins=share_outputs) as (output, form):
         own = torch.zeros((), device=engine.device) if output is None else output.loss.detach()
         engine.parts.totals.start(own.to(torch.float64))
         loss, _ = engine.parts.totals.finish()
@@ -57,13 +67,19 @@ def shapes_of_one_more(engine: Engine, microbatch: Mapping[str, Any], size: int)
 
 @contextlib.contextmanager
 def _evaluation(
-    engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None, call: Call
+    engine: Engine,
+    inputs: Mapping[str, Any],
+    criterion: Criterion | None,
+    call: Call,
+    in_parts: bool = True,
+    joins: bool = True,
 ) -> Iterator[tuple[Any, OutputForm | None]]:
-    """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form."""
+    """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form. `joins`: whether
+    it is that of whole sequences, where it is computed in parts; otherwise it has a part's share of the loss."""
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
     over_all_pipelines = call is Call.EVALUATE_TOGETHER
     first = engine.place.pipeline * len(microbatches) if over_all_pipelines else 0
-    prepared = engine.prepare(microbatches, sizes, first, criterion)
+    prepared = engine.prepare(microbatches, sizes, first, criterion, in_parts=in_parts)
     if over_all_pipelines:
         refuse_without_loss(engine.split.model, prepared)
     with autocast(engine.device, engine.autocast):
@@ -75,12 +91,24 @@ def _evaluation(
             engine.num_evaluations += 1
             states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
-            totals = parts.totals if over_all_pipelines else None
-            outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, totals)
+            counts = prepared.total_counts() if engine.context.holds_output else ()
+            sequences = parts.sequences if in_parts else None
+            if over_all_pipelines and engine.context.holds_output:
+                parts.totals.start_counts(counts)
+                counts = parts.totals.finish_counts()
+            elif sequences is not None and engine.context.holds_output:
+                counts = sequences.sums(counts)
+            outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, counts)
             output = None
             if outputs:
                 fields = {field for plan in prepared.plans if plan.loss is not None for field in plan.loss.fields}
-                grown = partial(shapes_of_one_more, engine, prepared.microbatches[0], sizes[0])
+                if sequences is not None:
+                    pairs = zip(outputs, prepared.microbatches, microbatches, strict=True)
+                    outputs = [
+                        sequences.join(one, part, whole, {"loss", *fields}) if joins else _loss_alone(one)
+                        for one, part, whole in pairs
+                    ]
+                grown = partial(shapes_of_one_more, engine, microbatches[0], sizes[0])
                 with torch.no_grad():  # an output may be a parameter itself
                     output = merge_outputs(outputs, sizes, fields, grown)
             yield output, joint_form(plan.form for plan in prepared.plans)
@@ -93,17 +121,13 @@ def run_forwards(
     program: Program,
     inputs: StepInputs,
     states: Sequence[Hashable],
-    over_all: Totals | None = None,
+    counts: Sequence[float] = (),
 ) -> list[Any] | None:
-    """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere. `over_all` makes
-    the loss this pipeline's share of the global batch's: all pipelines evaluate together then."""
+    """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere. `counts`: the
+    numbers of terms in the means of the loss, of which the losses are shares."""
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
-    counts: Sequence[float] = inputs.total_counts() if is_last else ()
-    if over_all is not None and is_last:
-        over_all.start_counts(counts)
-        counts = over_all.finish_counts()
     program.begin(boundaries, inputs, states)
     for position, action in numbered(program.actions):
         stage, microbatch = action.stage, action.microbatch
@@ -126,6 +150,10 @@ def run_forwards(
             boundaries.above[stage].send_forward(microbatch, sent)
     boundaries.channels.flush()
     return outputs if is_last else None
+
+
+def _loss_alone(output: Any) -> Any:
+    return output_of(form_of(output) or type(output), {"loss": output["loss"]})
 
 
 def share_output(output: Any, context: RankContext, form: OutputForm | None = None) -> Any:

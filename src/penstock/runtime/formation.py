@@ -164,7 +164,7 @@ def form_parts(
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
-    parts = Parts(split, context, make_schedule, held, engine.options.choose_owners)
+    parts = Parts(split, context, make_schedule, held, engine.options.choose_owners, engine.options.share_sequences)
     engine.take_up(parts)
     first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     engine.num_evaluations = 0  # of ranks that come new, too

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from penstock.data.microbatch import BatchDims
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.gradients.ownership import HeldParameter
@@ -26,6 +28,30 @@ class OwnerChoice(Protocol):
         `before`, what it held in this layout until now, keep theirs."""
 
 
+class SequenceParts(Protocol):
+    """Cuts sequences, of which each of several pipelines computes a part, for as long as the ranks work together."""
+
+    def cut(
+        self, microbatches: Sequence[Mapping[str, Any]], criterion: Criterion | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """Of the inputs of whole sequences those of this rank's part. Raises what says why they cannot be cut, alike on
+        all ranks."""
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sums over the parts. The last stages' ranks call this together."""
+
+    def join(self, output: Any, part: Mapping[str, Any], whole: Mapping[str, Any], losses: Collection[str]) -> Any:
+        """The output for whole sequences, of a part's. The last stages' ranks call this together. `losses`: names of
+        fields that are shares."""
+
+
+class SharesSequences(Protocol):
+    """Makes what cuts the sequences of a model whose stages are placed."""
+
+    def __call__(self, split: SplitModel, context: RankContext) -> SequenceParts:
+        """All ranks call this together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The same on all ranks; see `penstock.config.configuration.Configuration` for those that have its names.
@@ -37,6 +63,7 @@ class EngineOptions:
         patience: how many seconds a rank waits for others before it says so.
         autocast, trace, trace_steps: what the engine's attributes of these names are at first.
         choose_owners: None: every holder of a parameter owns it.
+        share_sequences: None: each pipeline computes whole sequences.
     """
 
     num_microbatches: int | None = None
@@ -49,3 +76,4 @@ class EngineOptions:
     patience: float = PATIENCE_SECONDS
     autocast: torch.dtype | None = None
     choose_owners: OwnerChoice | None = None
+    share_sequences: SharesSequences | None = None

@@ -42,7 +42,7 @@ from penstock.runtime.gradients.updates import UpdateWatch
 from penstock.runtime.gradients.weight_gradients import install, uninstall
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loop import OpenStep
-from penstock.runtime.options import OwnerChoice
+from penstock.runtime.options import OwnerChoice, SharesSequences
 from penstock.runtime.program import Program
 from penstock.schedule.actions import Schedule
 
@@ -80,6 +80,7 @@ class Parts:
         make_schedule: ScheduleMaker,
         held: Sequence[HeldParameter],
         choose_owners: OwnerChoice | None = None,
+        share_sequences: SharesSequences | None = None,
     ) -> None:
         self.make_schedule, self._split, self._choose_owners = make_schedule, split, choose_owners
         self.context, self.held = context, held
@@ -93,6 +94,7 @@ class Parts:
             self._channels, context.pipeline.stage_to_rank, context.place.pipeline_rank, device
         )
         self.totals = Totals(context)
+        self.sequences = None if share_sequences is None else share_sequences(split, context)
         for give_up in (self.open_step.end, self.totals.clear, self._channels.clear):
             board.on_abort(give_up)
         self.roll_call = RollCall(context)
@@ -218,7 +220,7 @@ class Parts:
 
     def shared(self, settings: Settings) -> Summary:
         """What the pipelines compare of a step's or an evaluation's settings."""
-        return partial(settings.shared, self.context.pipeline)
+        return partial(settings.shared, self.context.pipeline, self.context.layout.num_replicas == 1)
 
     def warn_of_equal_batches(self, inputs: Mapping[str, Any]) -> None:
         """Warn, on the first rank, if pipelines were given the same batch. All ranks call this together."""
@@ -228,8 +230,9 @@ class Parts:
         told = ranks.exchange(fingerprint(on_host), "comparing the pipelines' batches")
         every = dict(zip(ranks.ranks, told, strict=True))
         given: dict[int, list[int]] = {}
-        for index, pipeline in enumerate(context.layout.pipelines):
-            given.setdefault(every[pipeline.first_rank], []).append(index)
+        for replica in range(context.layout.num_replicas):
+            first, *_ = context.layout.of_replica(replica)
+            given.setdefault(every[first.first_rank], []).append(context.layout.pipelines.index(first))
         same = max(given.values(), key=len)
         if len(same) > 1 and context.rank == 0:
             warnings.warn(

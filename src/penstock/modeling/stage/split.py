@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -178,6 +178,8 @@ class SplitModel:
 
     # Sees what forwards leave behind, while somebody wants to know.
     kept_state: KeptState | None = None
+    # Entered around each forward, and around the following of one, with its inputs.
+    computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(nullcontext)
     # Of how many tokens a plan's head makes the logits at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
@@ -187,6 +189,11 @@ class SplitModel:
         """The unit whose logits are made in chunks in training, if any."""
         name = head_unit(self.model, self._forwards.units) if self.loss_chunk_tokens is not None else None
         return None if name is None else self._forwards.units[name]
+
+    @property
+    def guessed(self) -> Mapping[str, Exception]:
+        """The units of whose output's shape something was assumed, as they could not be followed, with the reason."""
+        return self._forwards.functions.hidden
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,7 +230,8 @@ class SplitModel:
             self._stage_plans.clear()
         if self.tensor_parallel is not None:
             self.tensor_parallel.refuse(inputs, configuration_of(self.model))
-        traced = self._forwards.of_kind(inputs, call, criterion, in_chunks)
+        with self.computing(inputs):
+            traced = self._forwards.of_kind(inputs, call, criterion, in_chunks)
         known = self._plans.get(traced)
         if known is None:
             try:
@@ -238,7 +246,8 @@ class SplitModel:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
         left_out = self._forwards.for_criterion(inputs)
         given = {name: value for name, value in inputs.items() if name not in left_out}
-        return self._forwards.follow(given).trace.output_shapes
+        with self.computing(inputs):
+            return self._forwards.follow(given).trace.output_shapes
 
     def forward(
         self,
@@ -388,9 +397,10 @@ class SplitModel:
         criterion: Criterion | None,
     ) -> Any:
         if shares is None:
-            return self._forwards.call(**arguments)
+            with self.computing(inputs):
+                return self._forwards.call(**arguments)
         assert plan.loss is not None
-        with plan.loss.weighing(shares):
+        with self.computing(inputs), plan.loss.weighing(shares):
             output = self._forwards.call(**arguments)
             loss = loss_by(criterion, output, inputs)
         if loss is None:

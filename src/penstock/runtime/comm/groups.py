@@ -31,7 +31,8 @@ class Groups:
 
     `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
     objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
-    `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one); `model_parallel`
+    `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one), `context_parallel`
+    those that compute the other parts of its sequences; `model_parallel`
     and `model_parallel_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as
     in torch's default group. `check` is called before each group is made: what it raises ends the construction, as
     ranks that have given up must make no groups in the world that comes next. `broadcasts`: over those of `reduction`.
@@ -76,6 +77,12 @@ class Groups:
                 together = self._new(tuple(range(first, first + size)), "tensor parallel")
                 if first <= rank < first + size:
                     self.tensor_parallel = together
+        self.context_parallel: dist.ProcessGroup | None = None
+        for replica in range(layout.num_replicas) if layout.context_parallel_size > 1 else ():
+            for ranks in zip(*(pipeline.ranks() for pipeline in layout.of_replica(replica)), strict=True):
+                together = self._new(ranks, "context parallel")
+                if rank in ranks:
+                    self.context_parallel = together
         last = [
             tuple(pipeline.global_rank(pipeline.num_stages - 1, t) for pipeline in layout.pipelines)
             for t in range(size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,22 +60,24 @@ class Settings(NamedTuple):
     frozen_whole: int = 0
     trainable: int = 0
 
-    def shared(self, pipeline: PipelineLayout, said: Mapping[int, Sequence[int]]) -> tuple[list[int], bool]:
-        """What all pipelines must have alike, and whether something is wrong in this rank's own (a `Summary`). If all
-        is alike and nothing wrong, `compare` finds nothing."""
+    def shared(
+        self, pipeline: PipelineLayout, one_batch: bool, said: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], bool]:
+        """What all pipelines must have alike (the batch, too, if it is `one_batch` of all), and whether something is
+        wrong in this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` finds nothing."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         batches = {(one.num_microbatches, one.fingerprint, one.plans) for one in every.values()}
         frozen = _frozen_in(pipeline, every)
         (apart, whole), *others = frozen
         wrong = len(batches) > 1 or apart != 0 or bool(others)
-        return [self.autocast, self.modes, self.loss_scale, self.reduces, whole], wrong
+        batch = [self.fingerprint ^ self.num_microbatches] if one_batch else []
+        return [self.autocast, self.modes, self.loss_scale, self.reduces, whole, *batch], wrong
 
     @staticmethod
     def batches_differ(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-        """Whether ranks of one pipeline were given different batches."""
+        """Whether ranks of one pipeline, or of those that share their sequences, were given different batches."""
         given = {rank: Settings(*facts)[:2] for rank, facts in said.items()}
-        here = [pipeline.ranks() for pipeline in layout.pipelines if pipeline.first_rank in given]
-        return any(len({given[rank] for rank in ranks}) > 1 for ranks in here)
+        return any(len({given[rank] for rank in ranks}) > 1 for ranks in _with_one_batch(layout, given))
 
     @staticmethod
     def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
@@ -103,7 +105,7 @@ class Settings(NamedTuple):
 
 def refuse_unlike_batches(told: Mapping[int, TellsBatch], layout: Layout) -> NoReturn:
     """Raise BatchMismatch, on every rank, by what each rank tells of its batch."""
-    here = [pipeline.ranks() for pipeline in layout.pipelines if pipeline.first_rank in told]
+    here = _with_one_batch(layout, told)
     ranks = next(ranks for ranks in here if len({repr(told[rank]) for rank in ranks}) > 1)
     same_size = len({told[rank][0] for rank in ranks}) == 1
     names = dict.fromkeys(name for rank in ranks for name in told[rank][2])
@@ -117,10 +119,17 @@ def refuse_unlike_batches(told: Mapping[int, TellsBatch], layout: Layout) -> NoR
         batches[rank] = f"a batch of {samples} samples{in_parts}", repr(told[rank])
     words = [_unlike(batches, GIVEN, "another"), *differences[:5], *more]
     raise BatchMismatch(
-        f"{'; '.join(words)}: all ranks of one pipeline, those that share a stage's weights included, must be given "
-        "the same batch: draw random data from one seed (use model.data_parallel_rank and _size, or "
+        f"{'; '.join(words)}: all ranks of one pipeline, those that share a stage's weights included, and of pipelines "
+        "that share their sequences must be given the same batch: draw random data from one seed (use model.data_parallel_rank and _size, or "
         "model.prepare_dataloader, to share a data set out between pipelines)"
     )
+
+
+def _with_one_batch(layout: Layout, among: Container[int]) -> list[list[int]]:
+    """The ranks that must be given the same batch, of those `among` which this is asked."""
+    replicas = map(layout.of_replica, range(layout.num_replicas))
+    found = ([rank for pipeline in replica for rank in pipeline.ranks() if rank in among] for replica in replicas)
+    return [ranks for ranks in found if ranks]
 
 
 def _differ(own: Mapping[int, tuple[Any, ...]]) -> bool:

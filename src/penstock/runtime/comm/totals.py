@@ -35,6 +35,8 @@ class Totals:
         self._several = len(context.layout.pipelines) > 1
         self.shared = context.layout.world_size > 1
         self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
+        # Of the pipelines that share their samples, the first one.
+        self._counts_samples = context.pipeline is context.layout.of_replica(context.replica)[0]
         self._context = context
         self._on_host = context.device.type == "cpu"
         # What is summed of the terms, and of the loss and the facts; and what of it is under way.
@@ -76,6 +78,8 @@ class Totals:
         summed there, and no host waits for it."""
         if not self._speaks:
             loss, mine = torch.zeros_like(loss), mine._replace(num_samples=0, num_tokens=0)
+        elif not self._counts_samples:
+            mine = mine._replace(num_samples=0)
         groups = self._context.groups
         self._sums = torch.tensor([float(loss) if self._on_host else 0.0, *mine], dtype=torch.float64)
         with self._guard("summing losses"):

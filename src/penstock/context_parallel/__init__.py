@@ -1,0 +1,1 @@
+"""Sequences that several pipelines share: each computes a part of every one."""

@@ -1,0 +1,113 @@
+"""What the ranks of context-parallel tests run: models whose sequences are shared out, and batches that are hard to
+share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+import penstock
+from families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Family, batch
+from penstock.checking.double import kept_in_double
+from training import Batch, Step, gradients_of, run_step, unsplit_step
+
+SAMPLES, TOKENS = 4, 21
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+DECODERS = {
+    **{name: FAMILIES[name] for name in ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")},
+    **{name: FAMILIES[name] for name in ("gemma2", "gemma3", "phi", "opt")},
+    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 4}, "causal"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**LLAMA, **EXPERTS, "head_dim": 8}, "causal"),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+        "causal",
+    ),
+    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {**LLAMA, "sliding_window": 7}, "causal"),
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", LLAMA, "causal"),
+    "granite": Family("GraniteForCausalLM", "GraniteConfig", LLAMA, "causal"),
+    "cohere": Family("CohereForCausalLM", "CohereConfig", LLAMA, "causal"),
+    "starcoder2": Family("Starcoder2ForCausalLM", "Starcoder2Config", {**LLAMA, "sliding_window": 5}, "causal"),
+    "stablelm": Family("StableLmForCausalLM", "StableLmConfig", LLAMA, "causal"),
+    "glm": Family("GlmForCausalLM", "GlmConfig", {**LLAMA, "head_dim": 8}, "causal"),
+}
+
+# What the layers of these compute over the whole sequence, they do by other means than attention by the registry.
+MIXING = {
+    "bloom": FAMILIES["bloom"],
+    "t5": FAMILIES["t5"],
+    "mamba": Family("MambaForCausalLM", "MambaConfig", {**BASE, **ENDS, "state_size": 4}, "causal"),
+    "falcon_h1": Family("FalconH1ForCausalLM", "FalconH1Config", {**LLAMA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}, "causal"),
+}
+
+
+def inputs_of(rows: str) -> dict[str, Any]:
+    """A batch whose rows are `padded` on either side, or `packed`: each has three sequences, told by their
+    positions."""
+    if rows == "padded":
+        inputs = batch("causal", SAMPLES, TOKENS)
+        inputs["attention_mask"][0, :3] = 0
+        return {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
+    ids = torch.randint(3, VOCABULARY, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.tensor([*range(6), *range(11), *range(4)]).repeat(SAMPLES, 1)
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+@cache
+def oracle(family: str, rows: str) -> Step:
+    # With a cache of keys and values, models take packed rows for single sequences.
+    return unsplit_step(DECODERS[family].build(use_cache=False), (inputs_of(rows), 1.0))
+
+
+def train_in_parts(family: str, rows: str, stages: int = 1, parts: int = 2, **options: Any) -> Step:
+    """On a worker: a step on the whole batch, as every rank is given it."""
+    model = _initialize(family, stages, parts, **options)
+    with kept_in_double():
+        batch: Batch = inputs_of(rows)
+        return Step(run_step(model, batch), gradients_of(model))
+
+
+def evaluate_unsplit(family: str) -> tuple[float, torch.Tensor]:
+    with kept_in_double(), torch.no_grad():
+        found = DECODERS[family].build().eval()(**inputs_of("padded"))
+    return float(found.loss), found.logits
+
+
+def evaluate_in_parts(family: str, **options: int) -> tuple[float, torch.Tensor]:
+    """On a worker: the ordinary output of an evaluation."""
+    model = _initialize(family, **options).eval()
+    with kept_in_double(), torch.no_grad():
+        found = model(**inputs_of("padded"))
+    return float(found.loss), found.logits
+
+
+def train_on_unlike_batches() -> None:
+    model = _initialize("llama")
+    inputs = inputs_of("padded")
+    inputs["input_ids"] = (inputs["input_ids"] + torch.distributed.get_rank()) % VOCABULARY
+    run_step(model, inputs)
+
+
+def bytes_received() -> tuple[int, int]:
+    """On a worker: what the layers of two parts receive in a step, and what the formula says."""
+    model = _initialize("llama")
+    sequences = model.pipeline.parts.sequences
+    before = sequences.exchange.num_bytes
+    run_step(model, inputs_of("packed"))
+    config, tokens = model.config, 24
+    width = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 8
+    each_way = config.num_hidden_layers * SAMPLES * tokens // 2 * width
+    return sequences.exchange.num_bytes - before, 2 * each_way
+
+
+def _initialize(family: str, stages: int = 1, parts: int = 2, **options: Any) -> Any:
+    with kept_in_double():
+        return penstock.initialize(
+            (DECODERS | MIXING)[family].build(),
+            pipeline_parallel_size=stages,
+            context_parallel_size=parts,
+            **{"num_microbatches": 2, **options},
+        )

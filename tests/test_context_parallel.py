@@ -1,0 +1,59 @@
+"""Sequences that are shared out over several ranks: loss and gradients are the unsplit model's."""
+
+from __future__ import annotations
+
+import pytest
+
+from context_parallel_ranks import (
+    DECODERS,
+    bytes_received,
+    evaluate_in_parts,
+    evaluate_unsplit,
+    oracle,
+    train_in_parts,
+    train_on_unlike_batches,
+)
+from pool import Pool
+from training import EXACT, assert_steps_equal
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str) -> None:
+    rows = ["padded", "packed"][[*DECODERS].index(family) % 2]
+    ranks = pool.run(2, train_in_parts, family, rows)
+    assert_steps_equal(ranks, oracle(family, rows), replicas=2)
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
+def test_two_stages_of_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str, rows: str) -> None:
+    ranks = pool.run(4, train_in_parts, family, rows, stages=2)
+    assert_steps_equal(ranks, oracle(family, rows), replicas=2)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba", "t5", "falcon_h1"])
+def test_what_mixes_tokens_outside_of_attention_is_refused_by_name(pool: Pool, family: str) -> None:
+    for error in pool.run(2, train_in_parts, family, "padded", outcomes=True):
+        assert isinstance(error, NotImplementedError), error
+        assert "context_parallel_size" in str(error) or "Auto policy" in str(error)
+        print(error)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_an_evaluation_gives_the_unsplit_outputs(pool: Pool, family: str) -> None:
+    loss, logits = evaluate_unsplit(family)
+    for found_loss, found in pool.run(4, evaluate_in_parts, family, stages=2):
+        assert abs(found_loss - loss) < EXACT
+        assert found.shape == logits.shape and float((found - logits).abs().max()) < EXACT
+
+
+def test_ranks_that_share_sequences_must_be_given_the_same_batch(pool: Pool) -> None:
+    for error in pool.run(2, train_on_unlike_batches, outcomes=True):
+        assert isinstance(error, RuntimeError | ValueError)
+        assert "of pipelines that share their sequences must be given the same batch" in str(error)
+
+
+def test_each_layer_receives_the_bytes_of_the_formula(pool: Pool) -> None:
+    """Keys and values: (c - 1) / c of the padded sequence's forward, and as many of their gradients."""
+    for received, expected in pool.run(2, bytes_received):
+        assert received == expected
