@@ -35,8 +35,7 @@ def test_two_stages_of_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool,
 def test_what_mixes_tokens_outside_of_attention_is_refused_by_name(pool: Pool, family: str) -> None:
     for error in pool.run(2, train_in_parts, family, "padded", outcomes=True):
         assert isinstance(error, NotImplementedError), error
-        assert "context_parallel_size" in str(error) or "Auto policy" in str(error)
-        print(error)
+        assert "context_parallel_size" in str(error)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

@@ -41,11 +41,15 @@ def check_parts(engine: Engine) -> None:
     inputs = {"input_ids": ids, "attention_mask": mask}
     firsts = []
     with _in_evaluation_mode(model):
-        engine.split.plan(inputs)
-        before = set(engine.split.guessed)
-        engine.split.output_shapes(*sequences.cut([inputs], None))
-        if unlike := next((unit for unit in engine.split.guessed if unit not in before), None):
-            raise _refusal(engine, unit, f" ({engine.split.guessed[unit]})")
+        guessed = engine.split.guessed
+        try:
+            engine.split.plan(inputs)
+            before = set(guessed)
+            engine.split.output_shapes(*sequences.cut([inputs], None))
+        except NotImplementedError as error:
+            raise NotImplementedError(f"context_parallel_size: a part of a sequence of tokens alone: {error}") from error
+        if unlike := next((unit for unit in guessed if unit not in before), None):
+            raise _refusal(engine, unlike, f" ({guessed[unlike]})")
         expected = _outputs_of_units(engine, lambda: evaluate(engine, inputs, in_parts=False))
         for sequences.positions in USUAL_POSITIONS:
             found = _outputs_of_units(engine, lambda: evaluate(engine, inputs))
