@@ -18,7 +18,8 @@ PACKAGE = Path(penstock.__file__).parent
 # What each package may import of the others, for types too, lowest first. `__init__` and `moved` name all of them.
 BASICS = {"nested", "random_state", "tables"}
 CORE = BASICS | {"schedule", "layout", "data", "modeling", "runtime"}
-ON_ENGINE = CORE | {"config", "tensor_parallel", "generation", "sharded_optimizer", "checkpoint", "simulation"}
+SHARING = {"tensor_parallel", "context_parallel", "sharded_optimizer"}
+ON_ENGINE = CORE | SHARING | {"config", "generation", "checkpoint", "simulation"}
 BELOW = {
     "nested": set[str](),
     "random_state": set[str](),
@@ -29,6 +30,7 @@ BELOW = {
     "modeling": BASICS | {"layout", "data"},
     "runtime": CORE,
     "tensor_parallel": CORE,
+    "context_parallel": CORE,
     "generation": CORE,
     "sharded_optimizer": CORE,
     "config": CORE | {"sharded_optimizer"},

@@ -43,6 +43,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable": True,
         "pipeline_parallel_size": 3,
         "tensor_parallel_size": 1,
+        "context_parallel_size": 1,
         "microbatch_size": None,
         "num_microbatches": None,
         "schedule": "auto",
@@ -64,7 +65,7 @@ def test_every_key_arrives() -> None:
     values = {"enable": False, "pipeline_parallel_size": 3, "tensor_parallel_size": 1, "microbatch_size": 2}
     values |= {"num_microbatches": None, "schedule": "gpipe", "patience": 2.5, "timeout": 60, "trace": "timeline.json"}
     values |= {"trace_steps": (3, 5), "stages": (("a", "b"), ("c",), ("d",)), "split_points": None}
-    values |= {"loss_chunk_tokens": 512, "sharded_optimizer": True}
+    values |= {"loss_chunk_tokens": 512, "sharded_optimizer": True, "context_parallel_size": 2}
     values |= {"batch_dim": {"src": 1, "img_ids": None}}
     assert dataclasses.asdict(Configuration.from_any({"model_parallelism": values})) == values
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from penstock.context_parallel.attention import KNOWN, Exchange, computing, connect
-from penstock.context_parallel.sequence import SHIFTED, Part, cut_inputs, length_of
+from penstock.context_parallel.sequence import SHIFTED, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.loss import Criterion, LossRule, LossTerm
 from penstock.modeling.stage.outputs import form_of, output_of
@@ -37,8 +37,8 @@ def refuse_model(model: nn.Module) -> None:
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if kind not in (None, *KNOWN):
             raise NotImplementedError(
-                f"context_parallel_size with attn_implementation {kind!r} ({name or type(model).__name__}), which takes "
-                f"no mask of a part: give the model one of {', '.join(map(repr, KNOWN))}"
+                f"context_parallel_size with attn_implementation {kind!r} ({name or type(model).__name__}), which "
+                f"takes no mask of a part: give the model one of {', '.join(map(repr, KNOWN))}"
             )
 
 
@@ -82,7 +82,7 @@ class ContextParallel:
         connect(split.model, self.exchange)
 
     def _computing(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
-        return computing(inputs) if isinstance(inputs, Part) else nullcontext()
+        return computing(inputs) if isinstance(inputs, SequencePart) else nullcontext()
 
     def cut(
         self, microbatches: Sequence[Mapping[str, Any]], criterion: Criterion | None
@@ -90,7 +90,7 @@ class ContextParallel:
         """This rank's part of each microbatch."""
         return [self._part_of(microbatch, criterion) for microbatch in microbatches]
 
-    def _part_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> Part:
+    def _part_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> SequencePart:
         length = length_of(inputs)
         term = _shifted(self._split.plan(_first_tokens(inputs, length), criterion=criterion).loss)
         positions = self.positions(inputs.get("attention_mask"), length) if self.takes_positions else None
@@ -111,7 +111,7 @@ class ContextParallel:
 
     def join(self, output: Any, part: Mapping[str, Any], whole: Mapping[str, Any], losses: Collection[str]) -> Any:
         """The output for whole sequences: losses are added up, and what has a row for each token is gathered."""
-        assert isinstance(part, Part)
+        assert isinstance(part, SequencePart)
         cut, shapes = part.cut, None
         fields: dict[str, Any] = {}
         for name, value in output.items():
@@ -168,6 +168,6 @@ def _refuse_loss(rule: LossRule | None) -> None:
     for term in rule.terms:
         if term.kind not in ("tokens", "sum") or term.start or term.stop is not None:
             raise NotImplementedError(
-                f"context_parallel_size needs a loss over tokens that takes {SHIFTED}, as those of transformers' causal "
-                f"language models do, but this one is a mean over {term.kind} of {term.input or 'the batch'}"
+                f"context_parallel_size needs a loss over tokens that takes {SHIFTED}, as those of transformers' "
+                f"causal language models do, but this one is a mean over {term.kind} of {term.input or 'the batch'}"
             )

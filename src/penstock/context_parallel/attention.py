@@ -1,8 +1,8 @@
 """Attention of one part of a sequence to all of it, through transformers' own registries.
 
-Whatever attention function a model chooses, it is given the keys and values of all parts, and a mask with a row for each
-token of this part and a column for each of the whole sequence. What tells a part is this mask: it has more columns than
-there are keys. So a layer that gradient checkpointing runs again, in the backward, needs to know nothing else, and
+Whatever attention function a model chooses, it is given the keys and values of all parts, and a mask with a row for
+each token of this part and a column for each of the whole sequence. What tells a part is this mask: it has more columns
+than there are keys. So a layer that gradient checkpointing runs again, in the backward, needs to know nothing else, and
 whole sequences (in generation, say) go their ordinary way.
 """
 
@@ -22,7 +22,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
 from transformers.modeling_utils import AttentionInterface
 
-from penstock.context_parallel.sequence import Cut, Part
+from penstock.context_parallel.sequence import Cut, SequencePart
 from penstock.runtime.failures.board import FailureBoard
 
 # The attention functions of transformers that take any mask, by their names.
@@ -79,7 +79,7 @@ class Exchange:
 # By module, what its ranks exchange through.
 _exchanges: weakref.WeakKeyDictionary[nn.Module, Exchange] = weakref.WeakKeyDictionary()
 # The part whose forward is under way.
-_under_way: list[Part] = []
+_under_way: list[SequencePart] = []
 
 
 def connect(model: nn.Module, exchange: Exchange) -> None:
@@ -89,7 +89,7 @@ def connect(model: nn.Module, exchange: Exchange) -> None:
 
 
 @contextmanager
-def computing(part: Part) -> Iterator[None]:
+def computing(part: SequencePart) -> Iterator[None]:
     """Inside, masks are those of a part."""
     _under_way.append(part)
     try:
@@ -108,7 +108,9 @@ def _install() -> None:
         return functools.partial(_attend, get_interface(self, attn_implementation, default))
 
     AttentionInterface.get_interface = found
-    masking_utils.find_packed_sequence_indices = functools.partial(_separate, masking_utils.find_packed_sequence_indices)
+    masking_utils.find_packed_sequence_indices = functools.partial(
+        _separate, masking_utils.find_packed_sequence_indices
+    )
     for name in KNOWN:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = functools.partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
@@ -171,11 +173,11 @@ def _whole(module: nn.Module, part: torch.Tensor, length: int) -> torch.Tensor:
         return part.new_empty((*part.shape[:2], length, part.shape[3]))
     exchange = _exchanges[module]
     cut = Cut(length, exchange.index, exchange.size)
-    whole: torch.Tensor = _Gather.apply(exchange, cut, part)  # type: ignore[no-untyped-call]  # torch's has no types
+    whole: torch.Tensor = _WholeSequence.apply(exchange, cut, part)  # type: ignore[no-untyped-call]  # torch's has no types
     return whole
 
 
-class _Gather(torch.autograd.Function):
+class _WholeSequence(torch.autograd.Function):
     """All parts of a sequence; backward, the sum over the ranks of the gradients for this one's."""
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.context_parallel.apply import USUAL_POSITIONS, ContextParallel
 from penstock.context_parallel.sequence import Cut
-from penstock.modeling.configuration import configuration_of
+from penstock.modeling.libraries import configuration_of
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
@@ -47,7 +47,9 @@ def check_parts(engine: Engine) -> None:
             before = set(guessed)
             engine.split.output_shapes(*sequences.cut([inputs], None))
         except NotImplementedError as error:
-            raise NotImplementedError(f"context_parallel_size: a part of a sequence of tokens alone: {error}") from error
+            raise NotImplementedError(
+                f"context_parallel_size: a part of a sequence of tokens alone: {error}"
+            ) from error
         if unlike := next((unit for unit in guessed if unit not in before), None):
             raise _refusal(engine, unlike, f" ({guessed[unlike]})")
         expected = _outputs_of_units(engine, lambda: evaluate(engine, inputs, in_parts=False))

@@ -1,6 +1,6 @@
 """A microbatch of whole sequences, and the part of it that one rank computes.
 
-The sequence is padded to a multiple of twice the number of parts, and cut into so many pieces. Part i of c has the
+The sequence is padded to a multiple of twice the number of parts, and cut into so many pieces. SequencePart i of c has the
 pieces i and 2c - 1 - i, so that each has as many pairs of positions under a causal mask (Grattafiori et al. 2024, "The
 Llama 3 Herd of Models", section 3.3.2).
 """
@@ -67,7 +67,7 @@ class Cut:
         return whole.narrow(dim, 0, self.length)
 
 
-class Part(dict[str, Any]):
+class SequencePart(dict[str, Any]):
     """The inputs of one part of a microbatch, and what a mask over whole sequences needs to know besides.
 
     Attributes:
@@ -95,8 +95,14 @@ def length_of(inputs: Mapping[str, Any]) -> int:
 
 
 def cut_inputs(
-    inputs: Mapping[str, Any], index: int, size: int, *, shifts: bool, ignored: int | None, positions: torch.Tensor | None
-) -> Part:
+    inputs: Mapping[str, Any],
+    index: int,
+    size: int,
+    *,
+    shifts: bool,
+    ignored: int | None,
+    positions: torch.Tensor | None,
+) -> SequencePart:
     """This part of a microbatch's inputs.
 
     Args:
@@ -112,7 +118,9 @@ def cut_inputs(
     length = length_of(inputs)
     cut = Cut(length, index, size)
     if length <= 2 * cut.piece:
-        raise NotImplementedError(f"context_parallel_size {size} cannot share out sequences of {length} tokens: give more")
+        raise NotImplementedError(
+            f"context_parallel_size {size} cannot share out sequences of {length} tokens: give more"
+        )
     label = IGNORED if ignored is None else ignored
     given = inputs.get("position_ids")
     found: dict[str, Any] = {}
@@ -144,4 +152,4 @@ def cut_inputs(
         every = given.expand(tokens.shape[0], -1)
         numbers = masking_utils.find_packed_sequence_indices(every)
         packed = None if numbers is None else (every, numbers)
-    return Part(found, cut, packed)
+    return SequencePart(found, cut, packed)

@@ -91,7 +91,7 @@ def _evaluation(
             engine.num_evaluations += 1
             states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
-            counts = prepared.total_counts() if engine.context.holds_output else ()
+            counts: Sequence[float] = prepared.total_counts() if engine.context.holds_output else ()
             sequences = parts.sequences if in_parts else None
             if over_all_pipelines and engine.context.holds_output:
                 parts.totals.start_counts(counts)

@@ -179,7 +179,7 @@ class SplitModel:
     # Sees what forwards leave behind, while somebody wants to know.
     kept_state: KeptState | None = None
     # Entered around each forward, and around the following of one, with its inputs.
-    computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(nullcontext)
+    computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(lambda _: nullcontext())
     # Of how many tokens a plan's head makes the logits at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.

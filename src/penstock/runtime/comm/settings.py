@@ -120,8 +120,8 @@ def refuse_unlike_batches(told: Mapping[int, TellsBatch], layout: Layout) -> NoR
     words = [_unlike(batches, GIVEN, "another"), *differences[:5], *more]
     raise BatchMismatch(
         f"{'; '.join(words)}: all ranks of one pipeline, those that share a stage's weights included, and of pipelines "
-        "that share their sequences must be given the same batch: draw random data from one seed (use model.data_parallel_rank and _size, or "
-        "model.prepare_dataloader, to share a data set out between pipelines)"
+        "that share their sequences must be given the same batch: draw random data from one seed (use "
+        "model.data_parallel_rank and _size, or model.prepare_dataloader, to share a data set out between pipelines)"
     )
 
 

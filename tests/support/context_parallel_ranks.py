@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import penstock
-from families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Family, batch
 from penstock.checking.double import kept_in_double
-from training import Batch, Step, gradients_of, run_step, unsplit_step
+from tests.support.families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Family, batch
+from tests.support.training import Batch, Step, gradients_of, run_step, unsplit_step
 
 SAMPLES, TOKENS = 4, 21
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
@@ -40,7 +40,12 @@ MIXING = {
     "bloom": FAMILIES["bloom"],
     "t5": FAMILIES["t5"],
     "mamba": Family("MambaForCausalLM", "MambaConfig", {**BASE, **ENDS, "state_size": 4}, "causal"),
-    "falcon_h1": Family("FalconH1ForCausalLM", "FalconH1Config", {**LLAMA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8}, "causal"),
+    "falcon_h1": Family(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {**LLAMA, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8},
+        "causal",
+    ),
 }
 
 
@@ -57,9 +62,9 @@ def inputs_of(rows: str) -> dict[str, Any]:
 
 
 @cache
-def oracle(family: str, rows: str) -> Step:
+def oracle(family: str, rows: str, **settings: Any) -> Step:
     # With a cache of keys and values, models take packed rows for single sequences.
-    return unsplit_step(DECODERS[family].build(use_cache=False), (inputs_of(rows), 1.0))
+    return unsplit_step(DECODERS[family].build(use_cache=False, **settings), (inputs_of(rows), 1.0))
 
 
 def train_in_parts(family: str, rows: str, stages: int = 1, parts: int = 2, **options: Any) -> Step:
@@ -104,10 +109,27 @@ def bytes_received() -> tuple[int, int]:
 
 
 def _initialize(family: str, stages: int = 1, parts: int = 2, **options: Any) -> Any:
+    settings = {"vocab_size": 100} if "tensor_parallel_size" in options else {}
     with kept_in_double():
         return penstock.initialize(
-            (DECODERS | MIXING)[family].build(),
+            (DECODERS | MIXING)[family].build(**settings),
             pipeline_parallel_size=stages,
             context_parallel_size=parts,
             **{"num_microbatches": 2, **options},
         )
+
+
+def losses_with_shards() -> list[float]:
+    """On a worker: of a part, the losses of two steps, and what the unsplit model's second one is."""
+    whole = DECODERS["llama"].build(vocab_size=100, use_cache=False)
+    model = _initialize("llama", tensor_parallel_size=2)
+    with kept_in_double():
+        unsplit, optimizer = torch.optim.SGD(whole.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+        inputs = inputs_of("padded")
+        first = sum(run_step(model, inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+        second = sum(run_step(model, inputs))
+        whole(**inputs).loss.backward()
+        unsplit.step()
+        return [first, second, float(whole(**inputs).loss.detach())]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from context_parallel_ranks import (
+from tests.support.context_parallel_ranks import (
     DECODERS,
     bytes_received,
     evaluate_in_parts,
     evaluate_unsplit,
+    losses_with_shards,
     oracle,
     train_in_parts,
     train_on_unlike_batches,
 )
-from pool import Pool
-from training import EXACT, assert_steps_equal
+from tests.support.pool import Pool
+from tests.support.training import EXACT, assert_steps_equal
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -29,6 +30,14 @@ def test_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str) 
 def test_two_stages_of_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str, rows: str) -> None:
     ranks = pool.run(4, train_in_parts, family, rows, stages=2)
     assert_steps_equal(ranks, oracle(family, rows), replicas=2)
+
+
+def test_parts_combine_with_tensor_parallelism(pool: Pool) -> None:
+    losses = pool.run(4, losses_with_shards)
+    expected = sum(oracle("llama", "padded", vocab_size=100).losses)
+    assert losses == [losses[0], losses[0], losses[2], losses[2]]
+    assert abs(losses[0][0] + losses[2][0] - expected) < EXACT
+    assert abs(losses[0][1] + losses[2][1] - losses[0][2]) < EXACT, "after an update"
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba", "t5", "falcon_h1"])
