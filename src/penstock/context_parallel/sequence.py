@@ -1,6 +1,6 @@
 """A microbatch of whole sequences, and the part of it that one rank computes.
 
-The sequence is padded to a multiple of twice the number of parts, and cut into so many pieces. SequencePart i of c has the
+The sequence is padded to a multiple of twice the number of parts, and cut into so many pieces. Part i of c has the
 pieces i and 2c - 1 - i, so that each has as many pairs of positions under a causal mask (Grattafiori et al. 2024,
 "The Llama 3 Herd of Models", section 3.3.2).
 """
