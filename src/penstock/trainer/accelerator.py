@@ -16,6 +16,9 @@ from accelerate.utils import find_batch_size, recursively_apply
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
+from penstock.api.initialize import initialize
+from penstock.config.configuration import Configuration
+from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.engine import Engine
 from penstock.runtime.optimizer import PipelineOptimizer
 
@@ -72,6 +75,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
     """Shares out data among pipelines, gives all ranks of a pipeline the same batches, and wraps no model."""
 
     engine: Engine
+    configuration: Configuration | None
     # With a plugin, which clips in its own way, and accelerate does not know this optimizer.
     optimizer: PipelineOptimizer | None = None
 
@@ -79,7 +83,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
     def take_over(cls, accelerator: Accelerator, model: PreTrainedModel) -> None:
         """Turn `accelerator` into one for `model`, which is parallelised."""
         accelerator.__class__ = cls
-        accelerator.engine = model.pipeline
+        accelerator.engine, accelerator.configuration = model.pipeline, model.configuration
         # Data would otherwise be read on the first rank and sent to all others.
         accelerator.dataloader_config.dispatch_batches = False
 
@@ -107,7 +111,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """The model unchanged: it is on its device already, and reduces its own gradients."""
+        """The model unchanged: it is on its device already, and reduces its own gradients. A second model, which is
+        evaluated only, is parallelised as the first one is."""
+        if evaluation_mode and not isinstance(model, PipelineModel):
+            model = initialize(model, self.configuration)
+            model.pipeline.autocast = self.engine.autocast
+            return model.eval()
         if not any(model is known for known in self._models):
             self._models.append(model)
         return model

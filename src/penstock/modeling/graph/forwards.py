@@ -163,12 +163,12 @@ class Forwards:
         try:
             found = trace(
                 self.model, self.functions, self.interceptor, {**inputs, **dict(defaults)},
-                call or self.call, criterion, () if criterion is None else self.for_criterion(inputs), self.batch_dim,
+                call or self.call, criterion, self.for_criterion(inputs, criterion), self.batch_dim,
                 self._head(criterion) if in_chunks else None,
             )  # fmt: skip
         except (Untraceable, ReachedInside, NotImplementedError) as error:
             if call is None and not inputs.get("fused_lm_head"):  # the arguments may be the reason, and not the model
-                left_out = () if criterion is None else self.for_criterion(inputs)
+                left_out = self.for_criterion(inputs, criterion)
                 given = {name: value for name, value in inputs.items() if name not in left_out}
                 refuse_arguments(self.model, given, self._signature)
             instead = ""
@@ -188,8 +188,17 @@ class Forwards:
         assert name is not None
         return name
 
-    def for_criterion(self, inputs: Mapping[str, Any]) -> Collection[str]:
-        """Names of inputs that the model's forward does not take, so that they can only be a criterion's."""
+    def for_criterion(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> Collection[str]:
+        """Names of inputs that only a criterion is given: those that it names in an attribute `own_inputs`, or those
+        that the model's forward does not take."""
+        if criterion is None:
+            return ()
+        if (own := getattr(criterion, "own_inputs", None)) is not None:
+            return frozenset(own)
+        return self.not_taken(inputs)
+
+    def not_taken(self, inputs: Mapping[str, Any]) -> Collection[str]:
+        """Names of inputs that the model's forward does not take."""
         taken = self._signature.parameters
         if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
             return ()

@@ -116,8 +116,9 @@ def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
         return NamedOutput(kind, **values)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()
     output = kind(**{name: value for name, value in values.items() if name in known})
-    for name in values.keys() - known:
-        output[name] = values[name]
+    for name in values:  # in one order on all ranks
+        if name not in known:
+            output[name] = values[name]
     return output
 
 

@@ -244,7 +244,7 @@ class SplitModel:
 
     def output_shapes(self, inputs: Mapping[str, Any]) -> Shapes:
         """The shapes of the model's output for `inputs`, found without computing it. Raises what `plan` raises."""
-        left_out = self._forwards.for_criterion(inputs)
+        left_out = self._forwards.not_taken(inputs)
         given = {name: value for name, value in inputs.items() if name not in left_out}
         with self.computing(inputs):
             return self._forwards.follow(given).trace.output_shapes
@@ -283,7 +283,7 @@ class SplitModel:
         if run.plan.idle:
             return None, run.finished()
         arguments = _arguments(plan, inputs)
-        if criterion is not None and (left_out := self._forwards.for_criterion(inputs)):
+        if left_out := self._forwards.for_criterion(inputs, criterion):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
         evaluate: Callable[[], Any] = partial(

@@ -63,6 +63,7 @@ class Call(Enum):
     BETWEEN_STEPS = "the end of an evaluation or a save of the Trainer"
     CHANGE = "a change of the run's members"
     DECIDE = "what the Trainer's callbacks decide"
+    SHARE = "sharing what the last stage has"
 
     def __str__(self) -> str:
         return self.value

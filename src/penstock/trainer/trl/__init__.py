@@ -5,9 +5,10 @@ from __future__ import annotations
 from transformers import Trainer
 
 from penstock.trainer.adapter import TrainerAdapter, not_over_pipelines
+from penstock.trainer.trl.dpo import DPO
 from penstock.trainer.trl.sft import SFT
 
-ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT,)
+ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO)
 
 # What other trainers of TRL do in their `compute_loss`, and what to do instead.
 RUNS_THE_MODEL = (

@@ -1,0 +1,120 @@
+"""TRL's fused head over stages: log-probabilities of the labels in place of logits.
+
+TRL's multiplies the hidden states with the head's weight, which is on the last stage only. This one takes the logits
+that the model's own forward makes. So the model's output is a few numbers for each token, which all ranks can be sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from penstock.pipeline_model import PipelineModel
+from penstock.runtime.comm.rollcall import Call
+
+IGNORED = -100
+# Logits are looked at in parts of so many numbers, as each part is copied a few times.
+PART = 1 << 24
+
+
+def add_fused_head(
+    model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Collection[str] = ("log_probs",)
+) -> None:
+    """In place of TRL's `add_fused_lm_head`, with its arguments: `model(..., labels=labels, fused_lm_head=True)` returns
+    a `FusedCausalLMOutput`. `cast_lm_head_to_fp32` is done by TRL's own hooks on the head."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(
+        self: Any, *args: Any, fused_lm_head: bool = False, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if not fused_lm_head:
+            return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+        assert labels is not None
+        found = original(*args, **kwargs)
+        following = labels[:, 1:]
+        values = per_token(found.logits[:, :-1], following, temperature, outputs)
+        return FusedCausalLMOutput(**values, aux_loss=found.get("aux_loss"))
+
+    model.forward = types.MethodType(forward, model)
+
+
+def per_token(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, wanted: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """What is known of each label's prediction, by the names of TRL's fields, zero where the label is -100: each of
+    shape (samples, tokens). `logits`: (samples, tokens, vocabulary)."""
+    kept = labels != IGNORED
+    rows, targets = logits.flatten(0, -2), labels.clamp(min=0).flatten()
+    count = max(1, PART // logits.shape[-1])
+    of_part = functools.partial(_of_part, temperature, tuple(wanted))
+    if len(rows) > count and torch.is_grad_enabled():  # so that the backward has the copies of one part at a time
+        of_part = functools.partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
+    parts = [of_part(some, target) for some, target in zip(rows.split(count), targets.split(count), strict=True)]
+    return {
+        name: torch.cat([part[name] for part in parts]).view(labels.shape).masked_fill(~kept, 0) for name in parts[0]
+    }
+
+
+def _of_part(
+    temperature: float, wanted: Collection[str], logits: torch.Tensor, labels: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    raised = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
+    log_probs = raised.log_softmax(-1)
+    found = {"log_probs": log_probs.gather(-1, labels[:, None])[:, 0]}
+    if "entropy" in wanted:
+        # Not p log p: a token that cannot be is -inf in the logits.
+        found["entropy"] = torch.special.entr(log_probs.exp()).sum(-1)
+    with torch.no_grad():
+        if "log_sum_sq_probs" in wanted:
+            found["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
+        if "mean_logits" in wanted:
+            found["mean_logits"] = raised.mean(-1)
+        if "is_top1" in wanted:
+            found["is_top1"] = raised.argmax(-1) == labels
+    return found
+
+
+def hash_of_all_stages(own: Callable[[Any], str], model: Any) -> str:
+    """What TRL's `hash_module` gives for a whole model, of all stages: a rank alone has the weights of its own."""
+    mine = own(model)
+    if not isinstance(model, PipelineModel):
+        return mine
+    numbers = [int(mine[start : start + 12], 16) for start in range(0, 60, 12)]
+    with model.pipeline.together(Call.SHARE, numbers) as said:
+        every = [list(said[rank]) for rank in sorted(said)]
+    return hashlib.sha256(repr(every).encode()).hexdigest()
+
+
+@contextmanager
+def in_place_of_trls(kind: type) -> Iterator[None]:
+    """Inside, the modules of TRL's classes among the bases of `kind` have these functions in the place of theirs."""
+    modules = {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("trl.")}
+    ours: dict[str, Callable[[Any], Any]] = {
+        "add_fused_lm_head": lambda theirs: add_fused_head,
+        "hash_module": lambda theirs: functools.partial(hash_of_all_stages, theirs),
+    }
+    patches = [
+        mock.patch.object(module, name, make(getattr(module, name)))
+        for module in modules
+        for name, make in ours.items()
+        if hasattr(module, name)
+    ]
+    for one in patches:
+        one.start()
+    try:
+        yield
+    finally:
+        for one in patches:
+            one.stop()

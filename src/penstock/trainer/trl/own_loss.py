@@ -1,0 +1,300 @@
+"""A trainer's own `compute_loss` over pipeline stages, unchanged.
+
+Without gradients it needs no help: `model(**inputs)` gives the whole output on every rank. With gradients only the last
+stage has outputs, one microbatch at a time. There `compute_loss` is called as the criterion, with a stand-in for the
+model that returns the outputs which are there. Afterwards every rank calls it once more, on the outputs of the whole
+batch: what it logs then is what it logs in one process. Each pipeline is one process of the plain trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+from transformers import Trainer
+
+from penstock.data.batch import MicrobatchedBatch
+from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
+from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.stage.named_output import Form, NamedOutput
+from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
+from penstock.runtime.evaluation import share_output
+from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trl.fused_head import in_place_of_trls
+
+# Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
+BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
+# What the outputs of a batch are made into, as the last stage has made them.
+FIGURES = Form(dict, ())
+# Sums in another order differ by less than this part of the loss, in the precision in which losses are logged.
+ROUNDING = 1e-4
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the loss that is one mean.
+
+    Attributes:
+        count: the number of elements of the mean in a part of the batch; None for a sum.
+        changes: attributes of the trainer with which its `compute_loss` gives this term alone.
+    """
+
+    count: Callable[[Mapping[str, Any]], float] | None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OwnLoss(TrainerAdapter):
+    """The adapter for a trainer with its own `compute_loss`. What differs between trainers: `completed`, `pieces`,
+    `joined`, `terms`."""
+
+    # Attributes of the trainer while its `compute_loss` is given a batch that `completed` has returned.
+    when_completed: Mapping[str, Any] = {}
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._loss = _LossOfOutputs(self)
+        self._warned = False
+
+    def while_made(self) -> AbstractContextManager[None]:
+        return in_place_of_trls(type(self.trainer))
+
+    # -- what differs between trainers -------------------------------------------------------------------------------
+
+    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch with what its loss needs besides the outputs of one forward. Runs without gradients, on every
+        rank, and may call the model."""
+        return inputs
+
+    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The microbatches of a batch."""
+        sizes = self.sizes(size := batch_size_of(batch))
+        return split_batch(batch, size, sizes)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of the batch from those of its microbatches: the reverse of `pieces`."""
+        return torch.cat(list(parts))
+
+    def terms(self) -> Sequence[Term]:
+        """The means that add up to the loss."""
+        return [Term(lambda part: float(batch_size_of(part)))]
+
+    # -- a training step -------------------------------------------------------------------------------------------
+
+    def sizes(self, num_samples: int) -> list[int]:
+        """The numbers of samples in the microbatches of a batch."""
+        engine, options = self.engine, self.engine.options
+        default = DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
+        return microbatch_sizes(num_samples, options.num_microbatches, options.micro_batch_size, default)
+
+    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+        with torch.no_grad():
+            self._whole = self.completed(inputs)
+        pieces = self.pieces(self._whole)
+        counts = torch.tensor(
+            [[1.0 if term.count is None else term.count(piece) for term in self.terms()] for piece in pieces],
+            dtype=torch.float64,
+        )
+        summed = torch.tensor([term.count is None for term in self.terms()])
+        totals = counts.sum(0)
+        shares = torch.where(summed | (totals == 0), counts.clamp(max=1.0), counts / totals)
+        microbatches = [
+            {**self.arguments(piece), BATCH: piece, SHARES: share} for piece, share in zip(pieces, shares, strict=True)
+        ]
+        first = self.engine.place.pipeline * len(pieces)
+        return MicrobatchedBatch(microbatches, len(pieces), first_microbatch=first)
+
+    @property
+    def criterion(self) -> Criterion:
+        return self._loss
+
+    def divisor(self, inputs: Mapping[str, Any]) -> int:
+        """As DDP averages over processes, and the Trainer over an accumulation unless the loss does so itself."""
+        scaled = self.trainer.loss_is_scaled_for_ga
+        return len(self.engine.layout.pipelines) * (1 if scaled else self.trainer.current_gradient_accumulation_steps)
+
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        return OutputsOfStep(self)
+
+    # -- compute_loss ------------------------------------------------------------------------------------------------
+
+    def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What `compute_loss` calls the model with, for this batch."""
+        asked = _Asked()
+        try:
+            self._compute(self._view(asked, {}), asked, batch)
+        except _ModelIsCalled as call:
+            return call.arguments
+        name = f"{type(self.trainer).__name__}.compute_loss"
+        raise not_over_pipelines(name, "it does not call the model")
+
+    def of_outputs(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """This microbatch's share of the loss of the batch; on the last stage."""
+        parts = []
+        for term, share in zip(self.terms(), inputs[SHARES], strict=True):
+            stand_in = _StandIn(outputs)
+            loss = self._compute(self._view(stand_in, term.changes), stand_in, inputs[BATCH])
+            parts.append(loss * share.to(loss))
+        return torch.stack(parts).sum()
+
+    def of_whole_batch(self, outputs: Any) -> torch.Tensor:
+        """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
+        stand_in = _StandIn(outputs)
+        with torch.no_grad(), changed(self.trainer, self.when_completed):
+            return self._compute(self.trainer, stand_in, self._whole)
+
+    def _compute(self, trainer: Any, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = trainer.compute_loss_below(model, {**batch})
+        return loss
+
+    def _view(self, model: _StandIn | _Asked, changes: Mapping[str, Any]) -> Any:
+        """The trainer as its `compute_loss` sees it in a microbatch: what it notes there is dropped."""
+        view = copy.copy(self.trainer)
+        vars(view).update(
+            _metrics=defaultdict(partial(defaultdict, list)),
+            model=model,
+            accelerator=_Alone(self.trainer.accelerator),
+            **{**self.when_completed, **changes},
+        )
+        return view
+
+    def check(self, whole: torch.Tensor, shares: torch.Tensor) -> None:
+        """Warn, once, if the loss of the batch is not what its microbatches' add up to."""
+        if torch.isnan(shares) and not torch.isnan(whole):
+            name = f"{type(self.trainer).__name__}.compute_loss"
+            raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
+        if not self._warned and abs(whole - shares) > ROUNDING * (1 + abs(whole)):
+            self._warned = True
+            warnings.warn(
+                f"the loss of {type(self.trainer).__name__} is no mean over samples or tokens ({float(shares):.6g} over "
+                f"the microbatches, {float(whole):.6g} over the batch): the run equals the plain trainer accumulating "
+                "over the same microbatches, not over the whole batch at once",
+                stacklevel=2,
+            )
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, Any],
+        number: torch.Tensor | int | None,
+        return_outputs: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        found = self.trainer.compute_loss_below(model, {**inputs}, return_outputs, number)
+        return found if return_outputs else (found, None)
+
+
+class _LossOfOutputs:
+    """The criterion of an `OwnLoss`."""
+
+    reduction = "sum"
+    own_inputs = (BATCH, SHARES)
+
+    def __init__(self, adapter: OwnLoss) -> None:
+        self._adapter = adapter
+
+    def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        return self._adapter.of_outputs(outputs, inputs)
+
+
+class OutputsOfStep:
+    """Keeps the outputs of a step's microbatches, without their graphs, and lets the trainer see them as one batch."""
+
+    def __init__(self, adapter: OwnLoss) -> None:
+        self._adapter = adapter
+        self._outputs: list[Mapping[str, Any]] = []
+
+    def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        if self._adapter.engine.context.holds_output:
+            kept = {name: value for name, value in outputs.items() if name != "loss" and value is not None}
+            self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept))
+
+    def note(self) -> None:
+        adapter, engine = self._adapter, self._adapter.engine
+        merged = self._merged() if self._outputs else None
+        with engine.together(Call.SHARE, everyone=False):
+            outputs = share_output(merged, engine.context, FIGURES)
+        whole = adapter.of_whole_batch(outputs)
+        adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())
+
+    def _merged(self) -> NamedOutput:
+        merged = {}
+        for name, first in self._outputs[0].items():
+            parts = [outputs[name] for outputs in self._outputs]
+            if isinstance(first, torch.Tensor):
+                merged[name] = self._adapter.joined(parts) if first.dim() else torch.stack(parts).mean()
+        return NamedOutput(FIGURES, **merged)
+
+
+class _ModelIsCalled(BaseException):
+    """Ends a `compute_loss` where it calls the model. No `Exception`, so that nobody's code swallows it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _Asked:
+    """Stands for the model where it is asked what it is called with."""
+
+    training = True
+
+    def __call__(self, **arguments: Any) -> Any:
+        raise _ModelIsCalled(arguments)
+
+
+class _StandIn:
+    """Stands for the model where its outputs are there already."""
+
+    training = True
+
+    def __init__(self, outputs: Any) -> None:
+        self._outputs, self._called = outputs, False
+
+    def __call__(self, **arguments: Any) -> Any:
+        if self._called:
+            raise not_over_pipelines("compute_loss", "it calls the model a second time, of which there are no outputs")
+        self._called = True
+        return self._outputs
+
+
+class _Alone:
+    """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What would be gathered
+    is not a number: no figure is taken from it, and a loss that depends on it shows. It is on the CPU: no host waits."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensors: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
+
+    def gather_for_metrics(self, tensors: Any) -> Any:
+        return self.gather(tensors)
+
+    def reduce(self, tensors: Any, *_: Any, **__: Any) -> Any:
+        return self.gather(tensors)
+
+    def pad_across_processes(self, tensors: Any, *_: Any, **__: Any) -> Any:
+        return tensors
+
+
+@contextmanager
+def changed(trainer: Trainer, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a trainer has these attributes of its own."""
+    with ExitStack() as stack:
+        for name, value in attributes.items():
+            stack.enter_context(mock.patch.object(trainer, name, value))
+        yield
