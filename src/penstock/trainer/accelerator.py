@@ -112,11 +112,13 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """The model unchanged: it is on its device already, and reduces its own gradients. A second model, which is
-        evaluated only, is parallelised as the first one is."""
-        if evaluation_mode and not isinstance(model, PipelineModel):
+        evaluated only, is parallelised as the first one is, unless it is to be placed on the device of each rank."""
+        if evaluation_mode and not device_placement and not isinstance(model, PipelineModel):
             model = initialize(model, self.configuration)
             model.pipeline.autocast = self.engine.autocast
             return model.eval()
+        if device_placement:
+            return model.to(self.device)
         if not any(model is known for known in self._models):
             self._models.append(model)
         return model

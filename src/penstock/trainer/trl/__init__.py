@@ -6,9 +6,10 @@ from transformers import Trainer
 
 from penstock.trainer.adapter import TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.dpo import DPO
+from penstock.trainer.trl.grpo import GRPO
 from penstock.trainer.trl.sft import SFT
 
-ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO)
+ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, GRPO)
 
 # What other trainers of TRL do in their `compute_loss`, and what to do instead.
 RUNS_THE_MODEL = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainingArguments
 from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.trl.own_loss import OwnLoss, Term
 from penstock.trainer.trl.pairs import joined_pairs, num_pairs, pieces_of_pairs
+from penstock.trainer.trl.reference import with_columns
 
 # Of the losses in TRL's list, the one that is a mean over the tokens of the chosen completions.
 OVER_TOKENS = "sft"
@@ -33,12 +35,25 @@ class DPO(OwnLoss):
         if getattr(self.trainer, "_is_vision_dataset", False):
             raise not_over_pipelines("DPOTrainer with images", "its batches do not say which images a pair has")
 
-    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "ref_chosen_logps" in inputs:
-            return inputs
+    @contextmanager
+    def while_made(self) -> Iterator[None]:
+        self.trainer._precompute_ref_logps = self._precomputed
+        with super().while_made():
+            yield
+
+    def _precomputed(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """In place of the trainer's own method, which refuses data sets without a length."""
+        if not hasattr(dataset, "__len__"):
+            return type(self.trainer)._precompute_ref_logps(self.trainer, dataset, name, batch_size)
+        return with_columns(self.trainer, dataset, batch_size, self._reference)
+
+    def _reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         reference = self.trainer.ref_model or self.trainer.model
         chosen, rejected = self.trainer.compute_ref_log_probs(reference, inputs)
-        return {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
+    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return inputs if "ref_chosen_logps" in inputs else {**inputs, **self._reference(inputs)}
 
     def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         return pieces_of_pairs(batch, self.sizes(num_pairs(batch)))

@@ -7,19 +7,15 @@ that the model's own forward makes. So the model's output is a few numbers for e
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils.checkpoint import checkpoint
-
-from penstock.pipeline_model import PipelineModel
-from penstock.runtime.comm.rollcall import Call
 
 IGNORED = -100
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
@@ -86,35 +82,11 @@ def _of_part(
     return found
 
 
-def hash_of_all_stages(own: Callable[[Any], str], model: Any) -> str:
-    """What TRL's `hash_module` gives for a whole model, of all stages: a rank alone has the weights of its own."""
-    mine = own(model)
-    if not isinstance(model, PipelineModel):
-        return mine
-    numbers = [int(mine[start : start + 12], 16) for start in range(0, 60, 12)]
-    with model.pipeline.together(Call.SHARE, numbers) as said:
-        every = [list(said[rank]) for rank in sorted(said)]
-    return hashlib.sha256(repr(every).encode()).hexdigest()
-
-
 @contextmanager
 def in_place_of_trls(kind: type) -> Iterator[None]:
-    """Inside, the modules of TRL's classes among the bases of `kind` have these functions in the place of theirs."""
-    modules = {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("trl.")}
-    ours: dict[str, Callable[[Any], Any]] = {
-        "add_fused_lm_head": lambda theirs: add_fused_head,
-        "hash_module": lambda theirs: functools.partial(hash_of_all_stages, theirs),
-    }
-    patches = [
-        mock.patch.object(module, name, make(getattr(module, name)))
-        for module in modules
-        for name, make in ours.items()
-        if hasattr(module, name)
-    ]
-    for one in patches:
-        one.start()
-    try:
+    """Inside, the modules of TRL's classes among the bases of `kind` have `add_fused_head` in the place of theirs."""
+    with ExitStack() as patches:
+        for module in {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("trl.")}:
+            if hasattr(module, "add_fused_lm_head"):
+                patches.enter_context(mock.patch.object(module, "add_fused_lm_head", add_fused_head))
         yield
-    finally:
-        for one in patches:
-            one.stop()

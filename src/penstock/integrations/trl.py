@@ -1,0 +1,19 @@
+"""TRL's trainers over pipeline stages, ready-made: the same arguments, and `parallelism`. See `PipelineTrainerMixin`."""
+
+from __future__ import annotations
+
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+
+from penstock.integrations.transformers import PipelineTrainerMixin
+
+
+class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):  # type: ignore[misc]  # a library without types
+    """TRL's SFTTrainer over pipeline stages."""
+
+
+class PipelineDPOTrainer(PipelineTrainerMixin, DPOTrainer):  # type: ignore[misc]  # a library without types
+    """TRL's DPOTrainer over pipeline stages."""
+
+
+class PipelineGRPOTrainer(PipelineTrainerMixin, GRPOTrainer):  # type: ignore[misc]  # a library without types
+    """TRL's GRPOTrainer over pipeline stages. Completions are generated over the stages."""

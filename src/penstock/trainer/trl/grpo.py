@@ -1,0 +1,172 @@
+"""TRL's GRPOTrainer over pipelines: it generates over the stages, scores the completions, and trains on them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import TrainingArguments, set_seed
+
+from penstock.data.microbatch import split_batch
+from penstock.random_state import all_restored, generators_in_use
+from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.rollcall import Call
+from penstock.trainer.adapter import not_over_pipelines
+from penstock.trainer.trl.own_loss import OwnLoss, Term
+
+logger = logging.getLogger(__name__)
+
+# Losses that are a mean over the tokens of the batch, and those that are a sum divided by a number that all know.
+OVER_TOKENS = ("bnpo",)
+SUMS = ("cispo", "dapo", "vespo")
+# What may not be set, by the name of the argument, and what to do instead.
+REFUSED_IF_SET = {
+    "use_vllm": "vLLM would be given the weights of one stage. Leave it out: completions are generated over the stages",
+    "use_transformers_continuous_batching": "leave it out",
+    "cast_lm_head_to_fp32": "load the whole model in float32",
+    "entropy_coef": "leave it out: the mean of the entropy is another one than the loss's",
+    "use_adaptive_entropy": "leave it out: the mean of the entropy is another one than the loss's",
+}
+# The same of what the trainer is given, by the name of its attribute.
+REFUSED_IF_GIVEN = {
+    "rollout_func": "every rank of a pipeline would call it: leave it out",
+    "environment_factories": "every rank of a pipeline would run the environments: leave environment_factory out",
+    "tools": "every rank of a pipeline would call them: leave them out",
+}
+
+
+class GRPO(OwnLoss):
+    """The samples are completions. Each is generated on all ranks of a pipeline alike, and scored on its first rank."""
+
+    trainer_class = "GRPOTrainer"
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def refuse_plugin(self) -> None:
+        raise not_over_pipelines(
+            "a HeterogeneousParallelPlugin with GRPOTrainer", 'use parallelism={"pipeline_parallel_size": ...}'
+        )
+
+    def refuse_arguments(self, args: TrainingArguments) -> None:
+        super().refuse_arguments(args)
+        for owner, refused in ((args, REFUSED_IF_SET), (self.trainer, REFUSED_IF_GIVEN)):
+            for name, instead in refused.items():
+                if getattr(owner, name, None):
+                    raise not_over_pipelines(name, instead)
+        if args.top_entropy_quantile < 1:
+            raise not_over_pipelines("top_entropy_quantile", "it compares the tokens of the whole batch: leave it out")
+        if getattr(self.trainer, "_is_vlm", False):
+            raise not_over_pipelines("GRPOTrainer with a processor of images", "give a tokenizer")
+
+    # -- forming ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def while_made(self) -> Iterator[None]:
+        module = self._module
+        with super().while_made(), mock.patch.object(module, "set_seed", self._set_seed):
+            yield
+
+    @property
+    def _module(self) -> Any:
+        """TRL's module of the trainer."""
+        kinds = type(self.trainer).__mro__
+        return inspect.getmodule(next(kind for kind in kinds if kind.__name__ == self.trainer_class))
+
+    def _set_seed(self, seed: int, device_specific: bool = False) -> None:
+        """In place of accelerate's: ranks of a pipeline have the same random numbers."""
+        set_seed(seed + (self.trainer.accelerator.process_index if device_specific else 0))
+
+    def begin(self) -> None:
+        super().begin()
+        self._count_pipelines()
+        trainer = self.trainer
+        trainer._generate_and_score_completions = partial(
+            self._generated_and_scored, trainer._generate_and_score_completions
+        )
+        trainer._calculate_rewards = partial(self._rewards, trainer._calculate_rewards)
+
+    def _count_pipelines(self) -> None:
+        """Let a generation have the samples of as many steps as asked for: GRPOConfig has counted each rank, as if it
+        had samples of its own, and the order of the data depends on this number."""
+        args, pipelines = self.trainer.args, len(self.engine.layout.pipelines)
+        counted = args.generation_batch_size
+        args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * pipelines
+        if counted != args.generation_batch_size and args.steps_per_generation != args.gradient_accumulation_steps:
+            logger.warning(
+                "generation_batch_size is %d, and not %d: per_device_train_batch_size times steps_per_generation=%d "
+                "times %d pipelines. Give steps_per_generation in its place",
+                args.generation_batch_size, counted, args.steps_per_generation, pipelines,
+            )  # fmt: skip
+        evaluated = args.per_device_eval_batch_size * pipelines
+        evaluates = args.eval_strategy != "no"
+        for name, size, group in (
+            ("generation_batch_size", args.generation_batch_size, self.trainer.num_generations),
+            ("per_device_eval_batch_size", evaluated, self.trainer.num_generations_eval if evaluates else 1),
+        ):
+            if size % group:
+                raise not_over_pipelines(
+                    f"{name} of {size} over {pipelines} pipelines", f"it must be a multiple of {group} generations"
+                )
+
+    # -- completions -----------------------------------------------------------------------------------------------
+
+    def _generated_and_scored(self, own: Any, inputs: Any) -> Any:
+        """The trainer's own method, in which a pipeline is one process."""
+        module, accelerator = self._module, self.trainer.accelerator
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(module, "gather", accelerator.gather))
+            gathering = partial(self._gathered_objects, module.gather_object)
+            patches.enter_context(mock.patch.object(module, "gather_object", gathering))
+            return own(inputs)
+
+    def _gathered_objects(self, own: Any, values: list[Any]) -> list[Any]:
+        every = own([values])
+        return list(chain.from_iterable(every[rank] for rank in self.trainer.accelerator.first_ranks))
+
+    def _rewards(self, own: Any, *given: Any) -> torch.Tensor:
+        """The trainer's own method: what the reward functions give, for the completions of all pipelines. They are
+        called on the first rank of each pipeline alone, and leave the random numbers as they were."""
+        engine, module = self.engine, self._module
+
+        def of_this_pipeline() -> list[list[float | None]] | None:
+            if engine.rank not in self.trainer.accelerator.first_ranks:
+                return None
+            with mock.patch.object(module, "gather", lambda rewards: rewards), all_restored(generators_in_use()):
+                rewards: list[list[float]] = own(*given).tolist()
+            return [[None if math.isnan(one) else one for one in row] for row in rewards]
+
+        with engine.together(Call.SHARE, everyone=False):
+            ranks = Ranks(engine.context.groups.pipeline_control, engine.board.guard)
+            (found,) = filter(None, ranks.together("scoring completions", of_this_pipeline))
+        rows = [[math.nan if one is None else one for one in row] for row in found]
+        gathered: torch.Tensor = self.trainer.accelerator.gather(torch.tensor(rows, device=engine.device))
+        return gathered
+
+    # -- a training step -------------------------------------------------------------------------------------------
+
+    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        size = len(batch["completion_ids"])
+        return split_batch(batch, size, self.sizes(size))
+
+    def terms(self) -> Sequence[Term]:
+        kind = self.trainer.loss_type
+        if kind in SUMS:
+            return [Term(None)]
+        return [Term(_tokens if kind in OVER_TOKENS else _completions)]
+
+
+def _completions(batch: Mapping[str, Any]) -> int:
+    return len(batch["completion_ids"])
+
+
+def _tokens(batch: Mapping[str, Any]) -> int:
+    mask = batch["completion_mask"]
+    return int((mask * batch["tool_mask"] if "tool_mask" in batch else mask).sum())

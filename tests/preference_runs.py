@@ -1,0 +1,177 @@
+"""Scripts for TRL's trainers with a loss of their own, with pipelines or without, as `trainer_runs` has for others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+from families import FAMILIES
+from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
+from trainer_runs import NUM_EVALUATED, defaults, over, precisely, run, tokenizer
+
+NUM_PAIRS = 40
+# Attributes of a DPOTrainer in one step each: every loss of its list, weighted sums, and what else changes the loss.
+LOSSES: Sequence[Mapping[str, Any]] = [
+    *({"loss_types": [name]} for name in (
+        "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+        "discopop", "sft", "sigmoid_norm",
+    )),
+    {"loss_types": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    {"ld_alpha": 0.5},
+    {"use_weighting": True},
+    {"f_divergence_type": "js_divergence"},
+    {"f_divergence_type": "forward_kl"},
+]  # fmt: skip
+
+
+class OneLossEachStep(TrainerCallback):
+    """Gives the trainer the attributes of one of `LOSSES` before each step, and takes them away after it."""
+
+    def __init__(self, losses: Sequence[Mapping[str, Any]]) -> None:
+        self.losses, self.trainer, self._before = losses, None, {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        chosen = {"loss_weights": [1.0], "use_weighting": False, **self.losses[state.global_step % len(self.losses)]}
+        self._before = {name: getattr(self.trainer, name) for name in chosen}
+        vars(self.trainer).update(chosen)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        vars(self.trainer).update(self._before)
+
+
+def pairs(count: int, seed: int) -> Dataset:
+    """Prompts, and completions to prefer and to reject, of very different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(length: int) -> str:
+        return " ".join(f"w{word}" for word in torch.randint(60, (length,), generator=generator).tolist())
+
+    lengths = torch.randint(2, 9, (count, 3), generator=generator).tolist()
+    names = ("prompt", "chosen", "rejected")
+    return Dataset.from_list(
+        [{name: " " * (name != "prompt") + text(n) for name, n in zip(names, row, strict=True)} for row in lengths]
+    )
+
+
+def prefer(
+    folder: Path,
+    stages: int = 0,
+    pipelines: int = 1,
+    steps: int = 4,
+    lora: bool = False,
+    dtype: torch.dtype = torch.float64,
+    losses: Sequence[Mapping[str, Any]] = (),
+    family: str = "llama",
+    parallelism: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """Train with DPOTrainer. The reference is the adapters' base, or another model. `losses`: one for each step."""
+    given = {
+        **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "beta": 0.5, **options
+    }  # fmt: skip
+    sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
+    with precisely(dtype):
+        reference = None if lora else FAMILIES[family].build(dtype=dtype, **sizes)
+        if reference is not None:
+            with torch.no_grad():
+                for parameter in reference.parameters():
+                    parameter.mul_(0.9)
+        trainer: Any = (PipelineDPOTrainer if stages else DPOTrainer)(
+            FAMILIES[family].build(dtype=dtype, **sizes),
+            ref_model=reference,
+            args=DPOConfig(**given),
+            train_dataset=pairs(NUM_PAIRS, 1),
+            eval_dataset=pairs(NUM_EVALUATED, 2),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            **over(stages, **(parallelism or {})),
+        )
+        if losses:
+            changing = OneLossEachStep(losses)
+            trainer.add_callback(changing)
+            changing.trainer = trainer
+        return run(trainer, folder, resume)
+
+
+def prompts(count: int, seed: int) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 7, (count,), generator=generator).tolist()
+    words = [torch.randint(60, (length,), generator=generator).tolist() for length in lengths]
+    return Dataset.from_list([{"prompt": " ".join(f"w{word}" for word in row)} for row in words])
+
+
+class Rewards:
+    """Rewards words of a low number; notes in a file each completion that it is asked for."""
+
+    __name__ = "low_words"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"asked-{os.getpid()}.txt").open("a") as file:
+            file.writelines(f"{one}\n" for one in completions)
+        return [sum(int(word[1:]) < 30 for word in one.split()) / (1 + len(one.split())) for one in completions]
+
+
+def reinforce(
+    folder: Path,
+    stages: int = 0,
+    pipelines: int = 1,
+    steps: int = 4,
+    lora: bool = False,
+    dtype: torch.dtype = torch.float64,
+    family: str = "llama",
+    parallelism: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> list[dict[str, float]]:
+    """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model as it is in a folder."""
+    given = {
+        **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
+        "max_completion_length": 6, "temperature": 1.2, **options,
+    }  # fmt: skip
+    sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
+    with precisely(dtype):
+        model = FAMILIES[family].build(dtype=dtype, **sizes)
+        if given.get("beta") and not lora:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+            rank = os.environ.get("RANK", "0")
+            model.save_pretrained(folder / f"reference-{rank}")
+            model = FAMILIES[family].build(dtype=dtype, **sizes)
+            model.config._name_or_path = str(folder / f"reference-{rank}")
+        trainer: Any = (PipelineGRPOTrainer if stages else GRPOTrainer)(
+            model,
+            reward_funcs=Rewards(folder),
+            args=GRPOConfig(**given),
+            train_dataset=prompts(NUM_PAIRS, 1),
+            eval_dataset=prompts(NUM_EVALUATED, 2),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            **over(stages, **(parallelism or {})),
+        )
+        return run(trainer, folder, resume)
+
+
+def prefer_all(
+    folder: Path, stages: int, pipelines: int, cases: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[dict[str, float]]]:
+    """Several runs, each in a folder of its own; one with `num_generations` is of GRPO."""
+    return {
+        name: (reinforce if "num_generations" in case else prefer)(folder / name, stages, pipelines, **case)
+        for name, case in cases.items()
+    }
