@@ -17,11 +17,10 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
 
-from common import VOCABULARY_SIZE, default_pipelines, images
+from common import default_pipelines, images
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from tests.support.launch import ROOT, free_port, run_command, run_python, torchrun
 from tests.support.pool import Pool
@@ -226,50 +225,6 @@ def test_ray_train_starts_the_ranks_and_the_losses_are_those_of_one_process(tmp_
         ends.append(float(result.stdout.partition("step 5  loss ")[2].split()[0]))
         AutoModelForCausalLM.from_pretrained(tmp_path / stages / "model")
     assert ends[0] == pytest.approx(ends[1], abs=1e-5)
-
-
-def dpo_of_trl(text: Path, folder: Path, lora: bool) -> tuple[list[float], Any]:
-    """Losses of TRL's DPOTrainer in one process on the example's first batches, and the trained model."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    import run_dpo
-
-    AcceleratorState._reset_state(True)
-    texts = read_texts(str(text), 100_000)
-    tokenizer = train_tokenizer(texts, VOCABULARY_SIZE)
-    model = run_dpo.small_model(tokenizer)
-    options = DPOConfig(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=8, learning_rate=1e-2, beta=1.0,
-        max_grad_norm=0.0, lr_scheduler_type="constant", train_sampling_strategy="sequential", logging_steps=1,
-        adam_epsilon=1e-4, save_strategy="no", max_length=None, bf16=False, report_to="none", use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
-    trainer = DPOTrainer(
-        model=run_dpo.with_adapters(model) if lora else model,
-        ref_model=None if lora else run_dpo.small_model(tokenizer),
-        args=options,
-        train_dataset=Dataset.from_list(run_dpo.preferences(texts)[:40]),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
-def test_the_preference_example_trains_as_trl_does(example: Example, tmp_path: Path, text: Path, lora: bool) -> None:
-    arguments = ["--dataset", text, "--steps", 4, "--output", tmp_path / "split", *["--lora"] * lora]
-    example(2, "run_dpo", *arguments, "--learning-rate", 1e-2, "--beta", 1.0, "--adam-epsilon", 1e-4)
-    losses = json.loads((tmp_path / "split/losses.json").read_text())
-    expected, model = dpo_of_trl(text, tmp_path, lora)
-    assert losses == pytest.approx(expected, abs=1e-4) and expected[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert max(abs(loss - expected[0]) for loss in expected) > 0.05, "it learns something"
-    file = "adapter_model.safetensors" if lora else "model.safetensors"
-    model.save_pretrained(tmp_path / "plain")
-    theirs, found = (load_file(tmp_path / folder / file) for folder in ("plain", "split"))
-    assert found.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=2e-4, msg=lambda said, name=name: f"{name}: {said}")
 
 
 # ---------------------------------------------------------------- pipelines that differ

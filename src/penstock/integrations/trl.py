@@ -1,4 +1,4 @@
-"""TRL's trainers over pipeline stages, ready-made: the same arguments, and `parallelism`. See `PipelineTrainerMixin`."""
+"""TRL's trainers over pipeline stages, ready-made: the same arguments, and `parallelism`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from penstock.integrations.transformers import PipelineTrainerMixin
 
 
-class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):  # type: ignore[misc]  # a library without types
+class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer over pipeline stages."""
 
 
-class PipelineDPOTrainer(PipelineTrainerMixin, DPOTrainer):  # type: ignore[misc]  # a library without types
+class PipelineDPOTrainer(PipelineTrainerMixin, DPOTrainer):
     """TRL's DPOTrainer over pipeline stages."""
 
 
-class PipelineGRPOTrainer(PipelineTrainerMixin, GRPOTrainer):  # type: ignore[misc]  # a library without types
+class PipelineGRPOTrainer(PipelineTrainerMixin, GRPOTrainer):
     """TRL's GRPOTrainer over pipeline stages. Completions are generated over the stages."""

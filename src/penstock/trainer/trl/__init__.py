@@ -13,8 +13,7 @@ ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, GRPO)
 
 # What other trainers of TRL do in their `compute_loss`, and what to do instead.
 RUNS_THE_MODEL = (
-    "it runs the model itself. Write a loop of your own, with the loss as a criterion: examples/run_dpo.py has that of "
-    "DPOTrainer, a reward model's is alike, and what GRPO and its kin train on comes from model.generate()"
+    "it runs the model itself. Write a loop of your own, with the loss as a criterion: docs/your_own_loss.md"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
@@ -23,7 +23,7 @@ class DPO(OwnLoss):
     precomputed: by the base of the adapters, or by a second model over the same stages."""
 
     trainer_class = "DPOTrainer"
-    when_completed = {"precompute_ref_logps": True}
+    when_completed: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
 
     def refuse_plugin(self) -> None:
         raise not_over_pipelines(
@@ -65,7 +65,7 @@ class DPO(OwnLoss):
         names, weights = self.trainer.loss_types, self.trainer.loss_weights
         over_pairs = [pair for pair in zip(names, weights, strict=True) if pair[0] != OVER_TOKENS]
         over_tokens = [pair for pair in zip(names, weights, strict=True) if pair[0] == OVER_TOKENS]
-        terms = []
+        terms: list[Term] = []
         for count, chosen in ((num_pairs, over_pairs), (_chosen_tokens, over_tokens)):
             if chosen:
                 kinds, factors = zip(*chosen, strict=True)

@@ -25,8 +25,8 @@ PART = 1 << 24
 def add_fused_head(
     model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Collection[str] = ("log_probs",)
 ) -> None:
-    """In place of TRL's `add_fused_lm_head`, with its arguments: `model(..., labels=labels, fused_lm_head=True)` returns
-    a `FusedCausalLMOutput`. `cast_lm_head_to_fp32` is done by TRL's own hooks on the head."""
+    """In place of TRL's `add_fused_lm_head`, with its arguments: a call with `labels` and `fused_lm_head=True` gives a
+    `FusedCausalLMOutput`. The head is called in its own type: `cast_lm_head_to_fp32` is refused before."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     original = model.forward

@@ -29,6 +29,7 @@ from penstock.modeling.stage.named_output import Form, NamedOutput
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
+from penstock.runtime.inputs import AS_ACCUMULATED
 from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import in_place_of_trls
 
@@ -172,12 +173,13 @@ class OwnLoss(TrainerAdapter):
         if torch.isnan(shares) and not torch.isnan(whole):
             name = f"{type(self.trainer).__name__}.compute_loss"
             raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
-        if not self._warned and abs(whole - shares) > ROUNDING * (1 + abs(whole)):
+        apart = abs(whole - shares) > ROUNDING * (1 + abs(whole))
+        routed = getattr(self.trainer, "aux_loss_enabled", False) and self.engine.last_step.num_microbatches > 1
+        if (apart or routed) and not self._warned:
             self._warned = True
+            what = "the loss of its routers" if routed else "the loss"
             warnings.warn(
-                f"the loss of {type(self.trainer).__name__} is no mean over samples or tokens ({float(shares):.6g} over "
-                f"the microbatches, {float(whole):.6g} over the batch): the run equals the plain trainer accumulating "
-                "over the same microbatches, not over the whole batch at once",
+                f"{what} of {type(self.trainer).__name__} is no mean over samples or tokens: {AS_ACCUMULATED}",
                 stacklevel=2,
             )
 
@@ -269,8 +271,8 @@ class _StandIn:
 
 
 class _Alone:
-    """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What would be gathered
-    is not a number: no figure is taken from it, and a loss that depends on it shows. It is on the CPU: no host waits."""
+    """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What it gathers is not
+    a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

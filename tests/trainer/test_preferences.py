@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pool import Pool
-from preference_runs import LOSSES, prefer_all
-from trainer_runs import differences
+from tests.support.pool import Pool
+from tests.support.preference_runs import LOSSES, prefer_all
+from tests.support.trainer_runs import differences
 
 EXACT = 1e-10
 # The Trainer adds up what it logs of losses in single precision, in which TRL counts and divides, too.
@@ -24,6 +24,15 @@ CASES: dict[str, dict[str, Any]] = {
     "every loss": {**EVERY_LOSS, "eval_steps": 9},
     "adapters": {"lora": True},
     "precomputed": {"precompute_ref_log_probs": True},
+    "rewarded": {"num_generations": 2, "eval_steps": 4},
+    "rewarded, iterated": {
+        "num_generations": 2,
+        "loss_type": "bnpo",
+        "num_iterations": 2,
+        "beta": 0.1,
+        "lora": True,
+        "eval_strategy": "no",
+    },
     "checkpointed": {"gradient_checkpointing": True, "max_length": 10},
 }
 
@@ -31,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 def worst(
     pool: Pool, folder: Path, stages: int, pipelines: int, cases: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """By how much each case differs from the plain trainer, over all ranks; several pipelines from as many processes."""
+    """By how much each case differs from the plain trainer, which has a process for each pipeline."""
     plain = pool.run(pipelines, prefer_all, folder / "plain", 0, pipelines, cases, init=False, timeout=240)[0]
     runs = pool.run(stages * pipelines, prefer_all, folder, stages, pipelines, cases, init=False, timeout=300)
     found: dict[str, dict[str, float]] = {}
@@ -45,8 +54,8 @@ def worst(
     ("stages", "pipelines", "cases"),
     [
         (2, 1, ["every loss", "adapters"]),
-        (3, 1, ["checkpointed"]),
-        (2, 2, ["every loss", "adapters"]),
+        (3, 1, ["checkpointed", "precomputed", "rewarded"]),
+        (2, 2, ["every loss", "adapters", "rewarded", "rewarded, iterated"]),
     ],
     ids=["2 stages", "3 stages", "2 pipelines of 2"],
 )

@@ -13,9 +13,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
-from families import FAMILIES
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
-from trainer_runs import NUM_EVALUATED, defaults, over, precisely, run, tokenizer
+from tests.support.families import FAMILIES
+from tests.support.trainer_runs import NUM_EVALUATED, defaults, over, precisely, run, tokenizer
 
 NUM_PAIRS = 40
 # Attributes of a DPOTrainer in one step each: every loss of its list, weighted sums, and what else changes the loss.
