@@ -216,7 +216,7 @@ def run(trainer: Any, folder: Path, resume: bool = False) -> list[dict[str, floa
     """Train, save, and return what was logged of the run."""
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
-    timings = ("runtime", "per_second")
+    timings = ("runtime", "per_second", "step_time")
     return [
         {key: value for key, value in entry.items() if not key.endswith(timings)}
         for entry in trainer.state.log_history
