@@ -459,6 +459,26 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
 
 
+def test_fit_for_dpo_counts_pairs_and_the_reference() -> None:
+    """The reference has the weights once more, unless it is the base of the adapters."""
+    arguments = ("fit", "tests.cli.test_cli:small_gpt2", "--length", 16, "--lora-rank", 4)
+
+    def weights_and_activations(*more: object) -> dict[str, list[float]]:
+        rows = [line[15:].replace("chunk", "").replace("ckpt", "").replace("both", "").split() for line in lines(*more)]
+        names = [line[:15].strip() for line in lines(*more)]
+        return {name: [float(row[0]), float(row[3])] for name, row in zip(names, rows, strict=True)}
+
+    def lines(*more: object) -> list[str]:
+        return [line for line in run(*arguments, *more).output.splitlines() if " yes " in line]
+
+    alone, of_pairs = weights_and_activations(), weights_and_activations("--dpo")
+    assert alone.keys() == of_pairs.keys() and "float32" in alone and "LoRA 4" in alone
+    for name, (weights, activations) in of_pairs.items():
+        assert weights == pytest.approx(alone[name][0] * (1 if "LoRA" in name else 2), abs=0.02), name
+        assert activations == pytest.approx(2 * alone[name][1], rel=0.05), name
+    assert '"micro_batch_size": 1}' in run(*arguments, "--dpo").output, "pairs"
+
+
 def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:
     arguments = ("--length", 16, "--lora-rank", 4, "--devices", 2)
     result = run("fit", "tests.cli.test_cli:smaller_t5", *arguments)

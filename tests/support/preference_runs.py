@@ -73,21 +73,23 @@ def prefer(
     parallelism: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
+    model: Any = None,
     **options: Any,
 ) -> list[dict[str, float]]:
-    """Train with DPOTrainer. The reference is the adapters' base, or another model. `losses`: one for each step."""
+    """Train with DPOTrainer. The reference is the adapters' base, or another model; that of a given `model` is what TRL
+    takes. `losses`: one for each step."""
     given = {
         **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "beta": 0.5, **options
     }  # fmt: skip
     sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
     with precisely(dtype):
-        reference = None if lora else FAMILIES[family].build(dtype=dtype, **sizes)
+        reference = None if lora or model else FAMILIES[family].build(dtype=dtype, **sizes)
         if reference is not None:
             with torch.no_grad():
                 for parameter in reference.parameters():
                     parameter.mul_(0.9)
         trainer: Any = (PipelineDPOTrainer if stages else DPOTrainer)(
-            FAMILIES[family].build(dtype=dtype, **sizes),
+            model or FAMILIES[family].build(dtype=dtype, **sizes),
             ref_model=reference,
             args=DPOConfig(**given),
             train_dataset=pairs(NUM_PAIRS, 1),

@@ -309,6 +309,9 @@ def fit(
     lora_rank: Annotated[
         int | None, typer.Option(min=1, help="Also with LoRA adapters of this rank, on a plain base and in 4 bits.")
     ] = None,
+    dpo: Annotated[
+        bool, typer.Option("--dpo", help="For DPO: a sample is a pair of sequences, and there is a reference.")
+    ] = False,
     schedule: Annotated[str, typer.Option(help="Schedule of every pipeline.")] = PLAIN,
     every_way: Annotated[bool, typer.Option("--all", help="Show each way with and without what saves memory.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the memory of the best way's devices: .svg, .png.")] = None,
@@ -334,12 +337,13 @@ def fit(
         without = sorted(kind.name for kind in classes if not kind.has_bfloat16)
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
-        profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest)
+        about += "; DPO's pairs and reference" * dpo
+        profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest, dpo)
         found = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
     samples = num_microbatches * microbatch
     if lora_rank is None and not any(way.plan for way in found):
         about += "; adapters may fit (--lora-rank 16)"
-    print(fit_text(found, about, samples, None if inputs else length, checkpointing, every_way))
+    print(fit_text(found, about, samples, None if inputs else length * (1 + dpo), checkpointing, every_way))
     if plot is not None:
         print(f"drawn to {draw_memory(found, plot)}")
 

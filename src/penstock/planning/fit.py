@@ -90,22 +90,36 @@ def ways(
 
 
 def profiles_of(
-    model: nn.Module, recipes: Sequence[Recipe], microbatch: int, length: int, operations_per_second: float
+    model: nn.Module,
+    recipes: Sequence[Recipe],
+    microbatch: int,
+    length: int,
+    operations_per_second: float,
+    of_pairs: bool = False,
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
     """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
-    can, with those of a chunk. The model is changed; recipes of one type follow each other."""
+    can, with those of a chunk. The model is changed; recipes of one type follow each other.
+
+    Args:
+        of_pairs: a sample is two sequences, which a reference model evaluates, too, as DPO has it. It is a second model
+            over the same stages, or without its adapters the model itself. Its logits are not made in chunks.
+    """
     followed: dict[torch.dtype, FollowedForward] = {}
     chunks: tuple[int | None, ...] = (None,)
+    has_base = False
+    if of_pairs:
+        microbatch *= 2
     for recipe in recipes:
         if recipe.dtype not in followed:
             nn.Module.to(model, recipe.dtype)  # models of diffusers warn of it
             followed[recipe.dtype] = follow(model, microbatch, length)
-            if len(followed) == 1:
+            if len(followed) == 1 and not of_pairs:
                 with contextlib.suppress(ChunkedLossError):
                     chunked_head(model, followed[recipe.dtype])
                     chunks = (None, CHUNK)
         if recipe.change is not None:
             recipe.change(model)
+            has_base = True
         for chunk in chunks:
             try:
                 profile = profile_model(
@@ -119,7 +133,27 @@ def profiles_of(
                     f"{recipe.name}: this {type(model).__name__} computes with the weights of linear layers itself, "
                     f"which then are packed or have adapters: {error}"
                 ) from error
-            yield recipe, chunk, profile
+            yield recipe, chunk, _with_reference(profile, has_base) if of_pairs else profile
+
+
+def _with_reference(profile: Profile, is_base: bool) -> Profile:
+    """The costs with an evaluation by a reference model before each step, which has weights of its own unless it is the
+    base of the adapters."""
+    copies = 1 if is_base else 2
+    units = [
+        replace(
+            unit,
+            weights=copies * unit.weights,
+            tied=tuple((name, copies * size, gradient) for name, size, gradient in unit.tied),
+            # Not `forward`, which a recomputation repeats.
+            backward=unit.backward + unit.forward,
+        )
+        for unit in profile.units
+    ]
+    about = dict(profile.about)
+    if isinstance(rows := about.get("microbatch"), int):
+        about["microbatch"] = rows // 2  # pairs, as the trainer counts them
+    return replace(profile, units=tuple(units), about=about)
 
 
 def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:

@@ -69,6 +69,13 @@ class OwnLoss(TrainerAdapter):
     def while_made(self) -> AbstractContextManager[None]:
         return in_place_of_trls(type(self.trainer))
 
+    def begin(self) -> None:
+        super().begin()
+        if self.engine.options.loss_chunk_tokens is not None:
+            raise not_over_pipelines(
+                f"loss_chunk_tokens with {self.trainer_class}", "leave it out: its loss is of log-probabilities"
+            )
+
     # -- what differs between trainers -------------------------------------------------------------------------------
 
     def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,162 @@
+"""What would go wrong without a word where TRL's own losses run over stages; each against the plain trainer."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from trl import DPOConfig, DPOTrainer, GRPOConfig
+
+from penstock import HeterogeneousParallelPlugin
+from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
+from tests.support.families import FAMILIES
+from tests.support.pool import Pool
+from tests.support.preference_runs import pairs, prefer, prefer_all, prompts, reinforce
+from tests.support.trainer_runs import defaults, differences, over, precisely, tokenizer
+
+SIZES: dict[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
+TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
+
+
+def sorted_losses(folder: Path) -> tuple[list[dict[str, float]], list[str]]:
+    """A run with a loss that sorts the pairs of a microbatch, and the warnings of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        logs = prefer(folder, 2, steps=2, loss_type=["aot"], eval_strategy="no", parallelism={"num_microbatches": 2})
+    return logs, [str(one.message) for one in said]
+
+
+def test_a_loss_that_sorts_the_batch_equals_an_accumulation_and_is_warned_of(pool: Pool, tmp_path: Path) -> None:
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    plain = prefer(tmp_path / "plain", steps=2, loss_type=["aot"], eval_strategy="no", **smaller)
+    for logs, said in pool.run(2, sorted_losses, tmp_path / "split", init=False, timeout=180):
+        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+        assert found["weights"] < 1e-10 and found["loss"] < 1e-6
+        (one,) = [text for text in said if "is no mean over samples" in text]
+        assert "DPOTrainer" in one and "accumulating over the same microbatches" in one
+
+
+def trained_then_resumed(folder: Path, stages: int, resume: bool) -> list[dict[str, float]]:
+    return prefer(folder, stages, save_strategy="steps", save_steps=2, lora=True, resume=resume, eval_strategy="no")
+
+
+def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
+    plain = trained_then_resumed(tmp_path / "plain", 0, False)
+    folder = tmp_path / "split"
+    pool.run(2, trained_then_resumed, folder, 2, False, init=False, timeout=180)
+    shutil.rmtree(folder / "checkpoint-4")
+    for logs in pool.run(3, trained_then_resumed, folder, 3, True, init=False, timeout=180):
+        found = differences((logs, folder), (plain, tmp_path / "plain"))
+        assert found["weights"] < 1e-10 and found["loss"] < 1e-6
+
+
+def references(folder: Path, stages: int) -> list[list[float]]:
+    """The log-probabilities that two references give, which differ in their last layer alone."""
+    found = []
+    for scale in (1.0, 0.5):
+        with precisely(torch.float64):
+            model, reference = (FAMILIES["llama"].build(dtype=torch.float64, **SIZES) for _ in range(2))
+            with torch.no_grad():
+                reference.lm_head.weight.mul_(scale)
+            trainer: Any = (PipelineDPOTrainer if stages else DPOTrainer)(
+                model,
+                ref_model=reference,
+                args=DPOConfig(**defaults(folder, 1, 1), bf16=False, precompute_ref_log_probs=True),
+                train_dataset=pairs(6, 1),
+                eval_dataset=pairs(6, 2),
+                processing_class=tokenizer(),
+                **over(stages),
+            )
+        found += [list(trainer.train_dataset["ref_chosen_logps"]), list(trainer.eval_dataset["ref_rejected_logps"])]
+    return found
+
+
+def test_precomputed_figures_are_those_of_their_own_reference(pool: Pool, tmp_path: Path) -> None:
+    """TRL's key for its file of them is a hash of the weights, of which rank 0 has the first stage's."""
+    plain = torch.tensor(references(tmp_path / "plain", 0))
+    assert (plain[0] - plain[2]).abs().min() > 1e-6
+    for found in pool.run(2, references, tmp_path / "split", 2, init=False, timeout=180):
+        torch.testing.assert_close(torch.tensor(found), plain, rtol=0, atol=1e-5)
+
+
+def adapted_again(folder: Path, stages: int) -> list[dict[str, float]]:
+    """The reference of an adapter that was trained before is a copy of it."""
+    with precisely(torch.float64):
+        torch.manual_seed(1)
+        given = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = get_peft_model(FAMILIES["llama"].build(dtype=torch.float64, **SIZES), given).to(torch.float64)
+    return prefer(folder, stages, steps=2, model=model, eval_strategy="no")
+
+
+def test_an_adapter_is_trained_again_against_a_copy_of_itself(pool: Pool, tmp_path: Path) -> None:
+    plain = adapted_again(tmp_path / "plain", 0)
+    for logs in pool.run(2, adapted_again, tmp_path / "split", 2, init=False, timeout=180):
+        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+        assert not {name: value for name, value in found.items() if value > 1e-6}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    # Old log-probabilities are kept, and the order of the data depends on how many ranks are taken for processes.
+    "GRPO, several steps of a generation": {"num_generations": 2, "steps_per_generation": 4, "loss_type": "grpo"},
+    "GRPO with a reference in a folder": {"num_generations": 4, "loss_type": "dr_grpo", "beta": 0.1},
+    "DPO, kept up to date": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    "DPO, half precision": {"bf16": True, "dtype": torch.float32, "learning_rate": 1e-4},
+}
+
+
+def test_other_settings_give_the_same_run(pool: Pool, tmp_path: Path) -> None:
+    cases = {name: {"steps": 2, "eval_strategy": "no", **case} for name, case in CASES.items()}
+    plain = prefer_all(tmp_path / "plain", 0, 1, cases)
+    for runs in pool.run(2, prefer_all, tmp_path / "split", 2, 1, cases, init=False, timeout=240):
+        for name, logs in runs.items():
+            found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
+            rough = 2e-2 if "half" in name else 1e-6
+            assert not {figure: value for figure, value in found.items() if value > rough}, name
+
+
+def test_rewards_are_asked_for_once_for_each_completion(pool: Pool, tmp_path: Path) -> None:
+    run = {"steps": 2, "num_generations": 2, "eval_strategy": "no", "gradient_accumulation_steps": 1}
+    pool.run(4, reinforce, tmp_path, 2, 2, init=False, timeout=180, **run)
+    asked = [file.read_text().splitlines() for file in tmp_path.glob("asked-*.txt")]
+    assert len(asked) == 2, "the first ranks of both pipelines"
+    assert [len(one) for one in asked] == [8, 8] and asked[0] != asked[1]
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("DPO", {"args": {"use_liger_kernel": True}}, "use_liger_kernel"),
+    ("DPO", {"parallelism": HeterogeneousParallelPlugin(microbatch_size=4)}, "HeterogeneousParallelPlugin"),
+    ("GRPO", {"args": {"use_transformers_continuous_batching": True}}, "use_transformers_continuous_batching"),
+    ("GRPO", {"args": {"top_entropy_quantile": 0.2}}, "top_entropy_quantile"),
+    ("GRPO", {"args": {"entropy_coef": 0.1}}, "entropy_coef"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, kind: str, given: dict[str, Any], named: str) -> None:
+    arguments = {**defaults(tmp_path, 1, 1), "eval_strategy": "no", "bf16": False, **given.get("args", {})}
+    common: dict[str, Any] = {"processing_class": tokenizer(), "parallelism": given.get("parallelism", TWO)}
+    model = FAMILIES["llama"].build(**SIZES)
+    with pytest.raises(ValueError, match=rf"{named}.* does not work (over pipelines|with a plugin)"):
+        if kind == "DPO":
+            other = FAMILIES["llama"].build(**SIZES)
+            options: Any = DPOConfig(**arguments)
+            PipelineDPOTrainer(model, ref_model=other, args=options, train_dataset=pairs(8, 1), **common)
+        else:
+            options = GRPOConfig(**arguments, num_generations=2)
+            PipelineGRPOTrainer(model, reward_funcs=len, args=options, train_dataset=prompts(8, 1), **common)
+
+
+def in_chunks(folder: Path) -> str:
+    with pytest.raises(ValueError, match="loss_chunk_tokens with DPOTrainer does not work over pipelines") as refused:
+        prefer(folder, 2, parallelism={"loss_chunk_tokens": 8})
+    return str(refused.value)
+
+
+def test_logits_in_chunks_are_refused_with_a_reason(pool: Pool, tmp_path: Path) -> None:
+    """They are made in parts as it is, and only a cross-entropy may take those of `loss_chunk_tokens`."""
+    assert all("leave it out" in text for text in pool.run(2, in_chunks, tmp_path, init=False))
