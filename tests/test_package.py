@@ -46,9 +46,9 @@ BELOW = {
     "cli": ON_ENGINE | {"planning", "api", "checking"},
 }
 # Names for what is elsewhere.
-DOORS = {"", "__main__", "integrations.transformers"}
+DOORS = {"", "__main__", "integrations.transformers", "integrations.trl"}
 # Libraries that need not be installed, and the modules that import one at their top.
-OPTIONAL = {"accelerate", "diffusers", "matplotlib", "peft"}
+OPTIONAL = {"accelerate", "datasets", "diffusers", "matplotlib", "peft", "trl"}
 NEED_OPTIONAL = {"penstock.integrations.diffusers", "penstock.integrations.peft"}
 
 

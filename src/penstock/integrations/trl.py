@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
-from penstock.integrations.transformers import PipelineTrainerMixin
+from penstock.trainer.pipeline_trainer import PipelineTrainerMixin
 
 
 class PipelineSFTTrainer(PipelineTrainerMixin, SFTTrainer):

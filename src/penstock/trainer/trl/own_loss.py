@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -25,7 +25,7 @@ from transformers import Trainer
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.named_output import Form, NamedOutput
+from penstock.modeling.stage.outputs import Form, NamedOutput
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
@@ -59,7 +59,7 @@ class OwnLoss(TrainerAdapter):
     `joined`, `terms`."""
 
     # Attributes of the trainer while its `compute_loss` is given a batch that `completed` has returned.
-    when_completed: Mapping[str, Any] = {}
+    when_completed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -170,7 +170,7 @@ class OwnLoss(TrainerAdapter):
         vars(view).update(
             _metrics=defaultdict(partial(defaultdict, list)),
             model=model,
-            accelerator=_Alone(self.trainer.accelerator),
+            accelerator=_NobodyAnswers(self.trainer.accelerator),
             **{**self.when_completed, **changes},
         )
         return view
@@ -277,7 +277,7 @@ class _StandIn:
         return self._outputs
 
 
-class _Alone:
+class _NobodyAnswers:
     """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What it gathers is not
     a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
 
