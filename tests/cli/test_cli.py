@@ -476,7 +476,7 @@ def test_fit_for_dpo_counts_pairs_and_the_reference() -> None:
     for name, (weights, activations) in of_pairs.items():
         assert weights == pytest.approx(alone[name][0] * (1 if "LoRA" in name else 2), abs=0.02), name
         assert activations == pytest.approx(2 * alone[name][1], rel=0.05), name
-    assert '"micro_batch_size": 1}' in run(*arguments, "--dpo").output, "pairs"
+    assert '"microbatch_size": 1}' in run(*arguments, "--dpo").output, "pairs"
 
 
 def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:

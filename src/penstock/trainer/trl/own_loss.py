@@ -25,7 +25,7 @@ from transformers import Trainer
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
 from penstock.modeling.graph.loss import Criterion
-from penstock.modeling.stage.outputs import Form, NamedOutput
+from penstock.modeling.stage.outputs import NamedOutput, OutputForm
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
@@ -36,7 +36,7 @@ from penstock.trainer.trl.fused_head import in_place_of_trls
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # What the outputs of a batch are made into, as the last stage has made them.
-FIGURES = Form(dict, ())
+FIGURES = OutputForm(dict, ())
 # Sums in another order differ by less than this part of the loss, in the precision in which losses are logged.
 ROUNDING = 1e-4
 
@@ -102,7 +102,7 @@ class OwnLoss(TrainerAdapter):
         """The numbers of samples in the microbatches of a batch."""
         engine, options = self.engine, self.engine.options
         default = DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
-        return microbatch_sizes(num_samples, options.num_microbatches, options.micro_batch_size, default)
+        return microbatch_sizes(num_samples, options.num_microbatches, options.microbatch_size, default)
 
     def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
         with torch.no_grad():
@@ -137,7 +137,7 @@ class OwnLoss(TrainerAdapter):
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What `compute_loss` calls the model with, for this batch."""
-        asked = _Asked()
+        asked = _ModelRecorder()
         try:
             self._compute(self._view(asked, {}), asked, batch)
         except _ModelIsCalled as call:
@@ -149,14 +149,14 @@ class OwnLoss(TrainerAdapter):
         """This microbatch's share of the loss of the batch; on the last stage."""
         parts = []
         for term, share in zip(self.terms(), inputs[SHARES], strict=True):
-            stand_in = _StandIn(outputs)
+            stand_in = _ModelStandIn(outputs)
             loss = self._compute(self._view(stand_in, term.changes), stand_in, inputs[BATCH])
             parts.append(loss * share.to(loss))
         return torch.stack(parts).sum()
 
     def of_whole_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
-        stand_in = _StandIn(outputs)
+        stand_in = _ModelStandIn(outputs)
         with torch.no_grad(), changed(self.trainer, self.when_completed):
             return self._compute(self.trainer, stand_in, self._whole)
 
@@ -164,13 +164,13 @@ class OwnLoss(TrainerAdapter):
         loss: torch.Tensor = trainer.compute_loss_below(model, {**batch})
         return loss
 
-    def _view(self, model: _StandIn | _Asked, changes: Mapping[str, Any]) -> Any:
+    def _view(self, model: _ModelStandIn | _ModelRecorder, changes: Mapping[str, Any]) -> Any:
         """The trainer as its `compute_loss` sees it in a microbatch: what it notes there is dropped."""
         view = copy.copy(self.trainer)
         vars(view).update(
             _metrics=defaultdict(partial(defaultdict, list)),
             model=model,
-            accelerator=_NobodyAnswers(self.trainer.accelerator),
+            accelerator=_AcceleratorStandIn(self.trainer.accelerator),
             **{**self.when_completed, **changes},
         )
         return view
@@ -253,7 +253,7 @@ class _ModelIsCalled(BaseException):
         self.arguments = arguments
 
 
-class _Asked:
+class _ModelRecorder:
     """Stands for the model where it is asked what it is called with."""
 
     training = True
@@ -262,7 +262,7 @@ class _Asked:
         raise _ModelIsCalled(arguments)
 
 
-class _StandIn:
+class _ModelStandIn:
     """Stands for the model where its outputs are there already."""
 
     training = True
@@ -277,7 +277,7 @@ class _StandIn:
         return self._outputs
 
 
-class _NobodyAnswers:
+class _AcceleratorStandIn:
     """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What it gathers is not
     a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
 
