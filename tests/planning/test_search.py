@@ -17,7 +17,13 @@ from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
 from penstock.schedule.registry import planned_schedules
-from tests.support.planning_cases import best_by_brute_force, best_simulated_by_brute_force, random_case
+from tests.support.planning_cases import (
+    best_as_a_whole_by_brute_force,
+    best_by_brute_force,
+    best_simulated_by_brute_force,
+    linked_encoder_decoder,
+    random_case,
+)
 
 GB = 1e9
 
@@ -63,6 +69,12 @@ def test_a_small_job_has_the_shortest_simulated_step_of_all_layouts(
         best = best_simulated_by_brute_force(profile, devices, microbatches, copies, schedules)
         found = plan_of(Job(profile, devices, microbatches, copies, schedules=schedules))
         assert found == (best if best is None else pytest.approx(best, rel=1e-9)), seed
+
+
+@pytest.mark.parametrize("seed", range(8, 12))
+def test_the_best_plan_alone_is_the_best_of_all_layouts_with_links_and_reduction(seed: int) -> None:
+    job = linked_encoder_decoder(seed)
+    assert plan_of(job) == pytest.approx(best_as_a_whole_by_brute_force(job), rel=1e-9)
 
 
 def plan_of(job: Job) -> float | None:

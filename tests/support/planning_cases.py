@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, permutations, product
 
-from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.memory import memory_of_ranks
-from penstock.planning.plan import costs_of, schedule_of
-from penstock.planning.profile import Profile, UnitCost, held_by_stages
+from penstock.planning.plan import Job, PlannedPipeline, costs_of, evaluate, schedule_of
+from penstock.planning.profile import Profile, UnitCost, held_by_stages, stages_of
 from penstock.simulation.simulate import simulate
 
 Counts = tuple[int, ...]
@@ -40,6 +40,56 @@ def random_case(seed: int, most_devices: int = 7, most_units: int = 10) -> tuple
         if count
     ]
     return Profile("random", units), Cluster(tuple(classes)), draw.randint(1, 8), draw.choice([1, 1, 2])
+
+
+def linked_encoder_decoder(seed: int) -> Job:
+    """A small encoder-decoder on three devices with slow links, under zb-v: gradients that pipelines sum, and messages
+    of two values behind the encoder, count."""
+    draw = random.Random(seed)
+    size = draw.choice([1e5, 1e6, 4e6])
+    shapes = [
+        ("embed", 0.05, size),
+        *[("encode", 1.0, size)] * 2,
+        *[("decode", 1.5, 2 * size)] * 2,
+        ("head", 1.0, size),
+    ]
+    units = []
+    for index, (name, cost, crossing) in enumerate(shapes):
+        times = [0.01 * cost * draw.uniform(0.6, 1.2) for _ in range(3)]
+        weights = draw.choice([3e6, 1e7])
+        units.append(UnitCost(f"{name}{index}", *times, crossing=crossing, weights=weights, gradients=weights))
+    speeds = draw.choice([{"a": (3, 1.0)}, {"a": (2, 1.0), "b": (1, 0.5)}])
+    classes = tuple(DeviceClass(name, count, speed, math.inf) for name, (count, speed) in speeds.items())
+    cluster = Cluster(classes, inside=draw.choice([Link(1e-4, 1e9), Link(1e-3, 1e8)]))
+    return Job(Profile("encoder-decoder", tuple(units)), cluster, draw.choice([2, 3, 4]), schedules=("zb-v",))
+
+
+def best_as_a_whole_by_brute_force(job: Job) -> float:
+    """The least seconds over all groups of devices, orders, shares of the microbatches and splits, each simulated with
+    its links and the reduction of gradients; for jobs in which everything fits."""
+    (name,), best, tried = job.schedules, math.inf, set()
+    for devices in (
+        order for used in range(job.cluster.size) for order in permutations(range(job.cluster.size), used + 1)
+    ):
+        for cuts in (cuts for n in range(len(devices)) for cuts in combinations(range(1, len(devices)), n)):
+            groups = [devices[a:b] for a, b in pairwise((0, *cuts, len(devices)))]
+            classes = tuple(sorted(tuple(job.cluster.class_of_device[device] for device in group) for group in groups))
+            if classes in tried:
+                continue
+            tried.add(classes)
+            for counts in product(range(1, job.num_microbatches + 1), repeat=len(groups)):
+                if sum(counts) == job.num_microbatches:
+                    ways = [_pipelines(job, group, name, count) for group, count in zip(groups, counts, strict=True)]
+                    plans = (evaluate(job, pipelines) for pipelines in product(*ways))
+                    best = min([best, *(plan.seconds for plan in plans if plan is not None)])
+    return best
+
+
+def _pipelines(job: Job, devices: tuple[int, ...], name: str, count: int) -> list[PlannedPipeline]:
+    schedule, num_parts = schedule_of(name, len(devices), count), len(job.parts)
+    ends = combinations(range(1, num_parts), schedule.num_stages - 1)
+    sizes = [tuple(b - a for a, b in pairwise((0, *inner, num_parts))) for inner in ends]
+    return [PlannedPipeline(devices, stages_of(job.parts, each), schedule) for each in sizes]
 
 
 def best_by_brute_force(profile: Profile, cluster: Cluster, microbatches: int, copies: int) -> float | None:

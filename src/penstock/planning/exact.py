@@ -2,7 +2,8 @@
 local search in place of this and of the large jobs' search was tried: benchmarks/results/planner_one_solver.md.
 
 The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
-ones before it. Links are counted within a pipeline, the reduction of gradients is not.
+ones before it. Which pipeline of given devices is the fastest does not depend on the reduction of gradients, which is
+not quite so; which groups of devices are the best does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ MOST_DEVICES, MOST_SPLITS, MOST_LAYOUTS = 10, 20_000, 2_000
 MOST_MICROBATCHES = 32
 # Of one set of devices and number of microbatches no more are simulated; seldom reached.
 MOST_SIMULATED = 200
+# Of layouts whose pipelines are fast alone so many are simulated together: with slow links the reduction of gradients
+# decides, which their bounds do not count.
+MOST_TOGETHER = 64
 
 
 def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
@@ -53,7 +57,15 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
                 bound, shares = _bound(chosen, job.num_microbatches)
                 queue.append((bound, len(queue), chosen, shares))
     heapify(queue)
-    while queue and most:
+    together: list[tuple[float, int, Candidate]] = []  # simulated with the reduction of gradients
+    left = most + MOST_TOGETHER
+    while most and (queue or together):
+        if together and (not queue or not left or together[0][0] <= queue[0][0]):
+            yield heappop(together)[2]
+            most -= 1
+            continue
+        if not left:
+            return
         before, place, chosen, _ = heappop(queue)
         # Others may have been simulated since.
         bound, shares = _bound(chosen, job.num_microbatches)
@@ -64,8 +76,11 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
             continue
         pairs = list(zip(chosen, shares, strict=True))
         if all(count in one.found for one, count in pairs):
-            yield [(best, count) for one, count in pairs if (best := one.found[count][1]) is not None]
-            most -= 1
+            candidate = [(best, count) for one, count in pairs if (best := one.found[count][1]) is not None]
+            plan = planner.realise(candidate)
+            left -= 1
+            if plan is not None:
+                heappush(together, (plan.seconds, place, candidate))
             continue
         for one, count in pairs:
             one.simulate(count)
@@ -96,9 +111,15 @@ class _Pipelines:
         f, b, w = forward / speeds, backward / speeds, weight / speeds
         every = f + b + w
         first = np.cumsum(f if splits else every, -1) - (f if splits else every)
+        # Messages between ranks on the way to each stage, and back if the backward is not split.
+        inside, sent = job.cluster.inside, np.array([part[-1].crossing for part in job.parts])
+        goes = [not schedule.is_local(stage, stage + 1) for stage in range(len(mapping) - 1)]
+        hops = (inside.latency + sent[self._ends[:, 1:-1] - 1] / inside.bandwidth) * np.array(goes, bool)
+        reached = np.concatenate([np.zeros((len(hops), 1)), np.cumsum(hops, -1)], -1)
+        first = first + reached * (1 if splits else 2)
         self._work = np.stack([every[..., own].sum(-1) for own in ranks], -1)
         self._before = first[..., [own[0] for own in ranks]]
-        self._path = (f + b).sum(-1) + (w[..., 0] if splits else w.sum(-1))
+        self._path = (f + b).sum(-1) + (w[..., 0] if splits else w.sum(-1)) + 2 * reached[:, -1]
         self._squares = (every**2).sum(-1)
         self._state, self._kept = (np.stack([one[:, own].sum(1) for own in ranks], 1) for one in (state, kept))
         self._limits = np.array([[kind.memory for kind in own] for own in classes]).reshape(-1, 1, self._depth)
