@@ -45,7 +45,6 @@ CPU = torch.device("cpu")
 class Stage(nn.Module):
     """Stands for the `SplitModel` of a rank: any of its stages is a multiplication by a weight."""
 
-    random = False
     dtype = torch.float32
 
     def __init__(self, last: int):
@@ -53,6 +52,9 @@ class Stage(nn.Module):
         self.weight = nn.Parameter(torch.ones(SHAPE[-1]))
         self._last = last
         self._input = torch.ones(SHAPE)
+
+    def draws(self, plan: Any) -> bool:
+        return False
 
     def forward(
         self, plan: Any, stage: int, inputs: Any, received: Sequence[torch.Tensor], **options: Any

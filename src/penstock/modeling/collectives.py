@@ -7,8 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -52,20 +51,23 @@ def refuse_operation(func: Any, where: str) -> None:
         raise OwnCollective(func._schema.name.partition("::")[2], where)
 
 
-@contextmanager
-def refused(where: Callable[[], str]) -> Iterator[None]:
+class RefusedCollectives:
     """Inside, collectives of this thread raise `OwnCollective`, unless they are over one of `own_groups`. `where()`
-    names the unit under way."""
-    original, thread = distributed_c10d._rank_not_in_group, threading.get_ident()
+    names the unit under way. One serves all forwards, one after the other."""
 
-    def asked(group: dist.ProcessGroup | None) -> bool:
+    def __init__(self, where: Callable[[], str]) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        self._original, self._thread = distributed_c10d._rank_not_in_group, threading.get_ident()
+        distributed_c10d._rank_not_in_group = self._asked
+
+    def __exit__(self, *error: object) -> None:
+        distributed_c10d._rank_not_in_group = self._original
+
+    def _asked(self, group: dist.ProcessGroup | None) -> bool:
         caller = sys._getframe(1).f_code.co_name
-        if threading.get_ident() == thread and caller not in _QUESTIONS and (group is None or group not in own_groups):
-            raise OwnCollective(caller, where())
-        return original(group)
-
-    distributed_c10d._rank_not_in_group = asked
-    try:
-        yield
-    finally:
-        distributed_c10d._rank_not_in_group = original
+        ours = threading.get_ident() != self._thread or (group is not None and group in own_groups)
+        if not ours and caller not in _QUESTIONS:
+            raise OwnCollective(caller, self._where())
+        return self._original(group)

@@ -133,12 +133,13 @@ def run_forwards(
         stage, microbatch = action.stage, action.microbatch
         if program.posts:
             boundaries.post(program.posts[position].before)
+        plan = inputs.plans[microbatch]
         output, sent = split.forward(
-            inputs.plans[microbatch],
+            plan,
             stage,
             inputs.microbatches[microbatch],
             boundaries.below[stage].recv_forward(microbatch),
-            seed=inputs.seed(microbatch),
+            seed=inputs.seed(microbatch) if split.draws(plan) else None,
             shares=inputs.shares(microbatch, counts) if stage == last else None,
             criterion=inputs.criterion,
             host=inputs.hosts[microbatch],

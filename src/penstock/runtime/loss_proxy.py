@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers.utils import ModelOutput
 from penstock.modeling.graph.loss import set_loss
 from penstock.runtime.gradients.weight_gradients import direct_apply
 
+# Autograd's own, which runs a backward and calls what is queued at its end.
+engine = torch.autograd.Variable._execution_engine
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
 # Called when a loss's backward begins, with the incoming gradient.
@@ -69,9 +72,14 @@ def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -
 
 def proxy_loss(value: torch.Tensor, dtype: torch.dtype, on_backward: OnBackward) -> torch.Tensor:
     """A loss of value `value` whose backward calls `on_backward`."""
-    anchor = torch.empty((), device=value.device, requires_grad=True)
-    loss: torch.Tensor = _apply(on_backward, value, dtype, anchor)
+    loss: torch.Tensor = _apply(on_backward, value, dtype, _anchor(value.device))
     return loss
+
+
+@cache
+def _anchor(device: torch.device) -> torch.Tensor:
+    """By what autograd knows that a proxy has a gradient; there is never one of the anchor itself."""
+    return torch.empty((), device=device, requires_grad=True)
 
 
 def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -79,7 +87,8 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     given = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
     if given:
         tensors, theirs = zip(*given, strict=True)
-        torch.autograd.backward(tensors, theirs)
+        # As torch.autograd.backward does, which compares shapes before: the boundary has seen to them.
+        engine.run_backward(tensors, theirs, False, False, (), True, True)
 
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -31,6 +31,7 @@ from penstock.runtime.loss_proxy import (
     LiveMicrobatch,
     StageOutput,
     copied,
+    engine,
     hook_loss,
     proxy_loss,
     requires_grad,
@@ -107,6 +108,8 @@ class TrainingStep:
         self._losses: list[torch.Tensor] = []
         # A parameter, its gradient, and how often that was changed, when the loop's body was last to leave it alone.
         self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        # The parameter whose gradient that is.
+        self._witness: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
@@ -265,13 +268,14 @@ class TrainingStep:
         self, stage: int, microbatch: int, received: Sequence[torch.Tensor], last: bool
     ) -> tuple[Any, Sequence[torch.Tensor]]:
         """The model's output, on the last stage, and what the next stage needs."""
-        inputs = self._inputs
-        return self._split.forward(
-            inputs.plans[microbatch],
+        inputs, split = self._inputs, self._split
+        plan = inputs.plans[microbatch]
+        return split.forward(
+            plan,
             stage,
             inputs.microbatches[microbatch],
             received,
-            seed=inputs.seed(microbatch),
+            seed=inputs.seed(microbatch) if split.draws(plan) else None,
             shares=inputs.shares(microbatch, self._global_counts()) if last else None,
             criterion=inputs.criterion,
             host=inputs.hosts[microbatch],
@@ -342,27 +346,39 @@ class TrainingStep:
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
-        if live.leaves:
-            # At the end of this backward, so that the stage below need not wait for the rest of the loop's body.
-            send = partial(self._send_backward, top, microbatch, live)
-            torch.autograd.Variable._execution_engine.queue_callback(send)
-        torch.autograd.Variable._execution_engine.queue_callback(self._note_gradient)
-        gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
+        engine.queue_callback(partial(self._backward_ends, microbatch, live))
+        if top == self._program.last:
+            self._interrupts.busy = before
+            return
+        gradients = self._above[top].recv_backward(microbatch)
         self._interrupts.busy = before
         run_backward(live.sent, gradients)
 
+    def _backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
+        """The user's `backward()` has come to its end. Send what the stage below waits for, before the rest of the
+        loop's body."""
+        if live.leaves:
+            self._send_backward(self._program.top, microbatch, live)
+        self._note_gradient()
+
     def _note_gradient(self) -> None:
         """Remember a gradient that nothing but backwards may change now. Not where it may be summed meanwhile."""
-        found = None
-        if not self._anything_shared or self._position != self._program.final_backward:
-            found = next((one for one in self._gradients.parameters if one.grad is not None), None)
-        self._seen = None if found is None or found.grad is None else (found, found.grad, found.grad._version)
+        found, self._seen = self._witness, None
+        if self._anything_shared and self._position == self._program.final_backward:
+            return
+        if found is None or found.grad is None:
+            found = self._witness = next((one for one in self._gradients.parameters if one.grad is not None), None)
+        gradient = None if found is None else found.grad
+        if found is not None and gradient is not None:
+            self._seen = found, gradient, gradient._version
 
     def _gradient_changed(self) -> bool:
         """Whether the loop's body has changed a gradient, or dropped it, but for its backward."""
-        if self._seen is None:
+        seen = self._seen
+        if seen is None:
             return False
-        (parameter, gradient, version), self._seen = self._seen, None
+        self._seen = None
+        parameter, gradient, version = seen
         return parameter.grad is not gradient or gradient._version != version
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:

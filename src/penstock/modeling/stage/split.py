@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.collectives import refused
+from penstock.modeling.collectives import RefusedCollectives
 from penstock.modeling.graph.chunked_loss import head_unit
 from penstock.modeling.graph.forwards import Forwards, TracedForward
 from penstock.modeling.graph.loss import Criterion, loss_by
@@ -47,6 +47,8 @@ from penstock.random_state import (
     seedable,
     sources_of,
 )
+
+_NOTHING = nullcontext()
 
 
 class SplitModel:
@@ -98,6 +100,8 @@ class SplitModel:
         self._held_sources: list[RandomSource] = []
         # From what a forward was seen to draw random numbers although its trace was not.
         self._drawn: set[str] = set()
+        interceptor = self._forwards.interceptor
+        self._refused = RefusedCollectives(lambda: interceptor.handler.inside)
 
     def reform(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
         """Take up another placement of the same units, in place.
@@ -268,8 +272,9 @@ class SplitModel:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
                 floating-point tensors are leaves that require gradients.
-            seed: equal on all stages, different for every step and microbatch. Random numbers then depend on it and the
-                place in the forward only, not on the layout, and the random generators are left as they were.
+            seed: for a forward that `draws`, equal on all stages, different for every step and microbatch. Random
+                numbers then depend on it and the place in the forward only, not on the layout, and the random
+                generators are left as they were.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
             host: copies on the CPU of tensors in `inputs`, under their names: what the model's code asks of their
                 values is answered from them, see `HostValues`.
@@ -279,9 +284,12 @@ class SplitModel:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
             `plan.boundaries[stage]`. One that passes through is the received tensor.
         """
-        run = self._stage_run(plan, stage, inputs, received)
-        if run.plan.idle:
-            return None, run.finished()
+        asks_host = plan.asks_inputs and host is not None and host is not inputs
+        run: StageRun | None = None  # of an ordinary forward
+        if plan.num_stages > 1 or seed is not None or asks_host or plan.head is not None:
+            run = self._stage_run(plan, stage, inputs, received)
+            if run.plan.idle:
+                return None, run.finished()
         arguments = _arguments(plan, inputs)
         if left_out := self._forwards.for_criterion(inputs, criterion):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
@@ -295,13 +303,13 @@ class SplitModel:
             evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), own_loss, evaluate)
         if self.kept_state is not None:
             evaluate = partial(self.kept_state.watching, stage, evaluate)
-        if plan.asks_inputs and host is not None and host is not inputs:
+        if run is None:
+            return evaluate(), ()
+        if asks_host and host is not None:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
-        elif plan.num_stages == 1 and not (seed is not None and self.draws(plan)) and plan.head is None:
-            return evaluate(), ()  # an ordinary forward
         run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        with refused(lambda: run.inside), self._watched(plan, stage) if watch else nullcontext():
+        with self._refused, self._watched(plan, stage) if watch else _NOTHING:
             output = self._handled(plan, run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
@@ -328,7 +336,7 @@ class SplitModel:
         evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
             evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), False, evaluate)
-        if plan.num_stages == 1 and not (seed is not None and self.draws(plan)):
+        if plan.num_stages == 1 and seed is None:
             return evaluate()
         output = None if run.plan.idle and early_exit else self._handled(plan, run, evaluate, seed)
         run.finished()
@@ -373,7 +381,7 @@ class SplitModel:
             )
 
     def _handled(self, plan: DataflowPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
-        if seed is not None and self.draws(plan):
+        if seed is not None:
             sources = [*sources_of({*plan.draws, *self._drawn}, self.device), *self._held_sources]
             with seedable(sources) as seed_all:
                 run.seed_with(seed_all, seed)
@@ -381,7 +389,7 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
-            with run.host_values or nullcontext():
+            with run.host_values or _NOTHING:
                 return evaluate()
         except StageDone:
             return None

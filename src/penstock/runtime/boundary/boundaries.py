@@ -183,19 +183,27 @@ class _RemoteBoundary:
         self._unposted: list[int] = []
         # Which gradients there have been in this step, for each kind of values that may have one.
         self._present: dict[tuple[Crossing, int], list[bool]] = {}
+        # The kind of values that was last seen to have had all of them: that of most microbatches.
+        self._complete: tuple[Crossing | None, int] = None, 0
 
     def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         """Start a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
-        self._present = {}
+        self._present, self._complete = {}, (None, 0)
         self._known = self._signatures.learned.setdefault((self._boundary, state), {})
 
     def _present_so_far(self, microbatch: int, count: int) -> list[bool] | None:
         """Which of the `count` values of a microbatch that may have a gradient have had one in this step, in any
         microbatch; None if all have. Alike on both sides."""
-        present = self._present.setdefault((self._crossing[microbatch], count), [False] * count)
-        return None if all(present) else present
+        crossing, (complete, of) = self._crossing[microbatch], self._complete
+        if crossing is complete and count == of:
+            return None
+        present = self._present.setdefault((crossing, count), [False] * count)
+        if all(present):
+            self._complete = crossing, count
+            return None
+        return present
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
         """What crosses for inputs of a signature that is new, remembered."""
