@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from penstock.runtime.boundary.boundaries import Boundaries, Orders
 from penstock.runtime.boundary.p2p import SENDS_AHEAD
 from penstock.runtime.inputs import StepInputs
 from penstock.schedule.actions import Action, Kind, Schedule
 from penstock.schedule.communication import Posts, posts_of, within_window
+
+_boundaries = attrgetter("boundaries")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Program:
     def begin(self, boundaries: Boundaries, inputs: StepInputs, states: Sequence[Hashable]) -> None:
         """Make ready for the messages of a step or an evaluation; `states`: see `Boundaries.begin`."""
         boundaries.channels.sends_ahead = self.sends_ahead
-        crossing = list(zip(*(plan.boundaries for plan in inputs.plans), strict=True))
+        crossing = list(zip(*map(_boundaries, inputs.plans), strict=True))
         boundaries.begin(self.orders, inputs.signatures, crossing, states)
 
     @classmethod

@@ -106,7 +106,7 @@ class TrainingStep:
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         self._losses: list[torch.Tensor] = []
-        # A parameter, its gradient, and how often that was changed, when the loop's body was last to leave it alone.
+        # A parameter, its gradient, and how often that was changed, while only the loop's body may change it.
         self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
         # The parameter whose gradient that is.
         self._witness: torch.Tensor | None = None
@@ -310,7 +310,7 @@ class TrainingStep:
             proxy = proxy_loss(value, self._proxy_dtype, on_backward)
             output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
-        if self._losses:  # zero_grad() at the loop's first microbatch does no harm
+        if self._losses and self._seen is None:  # zero_grad() at the loop's first microbatch does no harm
             self._note_gradient()
         self._losses.append(value)
         self._output = output
@@ -337,7 +337,7 @@ class TrainingStep:
         if self._gradient_changed():
             self._fault = CHANGED
             raise LoopError(CHANGED)
-        self._called, self._incoming = True, incoming
+        self._called, self._incoming, self._seen = True, incoming, None
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
@@ -374,15 +374,17 @@ class TrainingStep:
 
     def _gradient_changed(self) -> bool:
         """Whether the loop's body has changed a gradient, or dropped it, but for its backward."""
-        seen = self._seen
-        if seen is None:
+        if self._seen is None:
             return False
-        self._seen = None
-        parameter, gradient, version = seen
-        return parameter.grad is not gradient or gradient._version != version
+        parameter, gradient, version = self._seen
+        if parameter.grad is gradient and gradient._version == version:
+            return False
+        self._seen = None  # said once, as the step still comes to its end
+        return True
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage below the rank's top one, which no user sees."""
+        self._seen = None
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
         run_backward(self._live[stage, microbatch].sent, self._above[stage].recv_backward(microbatch))
@@ -413,6 +415,7 @@ class TrainingStep:
         self._below[stage].send_backward(microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
+        self._seen = None
         waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
         self._queues.run(stage, microbatch, self._reducer.ready if waited_for else None)
 

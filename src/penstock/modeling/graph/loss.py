@@ -176,9 +176,9 @@ class LossRule:
 
     def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
         """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
-        weighted = {call: term.weights for term in self.terms if term.weights is not None for call in term.calls}
-        if len(self.counted) == 1 and not weighted:
+        if self.rest is None and len(self.terms) == 1 and self.terms[0].weights is None:
             return nullcontext()
+        weighted = {call: term.weights for term in self.terms if term.weights is not None for call in term.calls}
         base = self._base(shares)
         weights = {
             call: (share / base if base else 0.0)

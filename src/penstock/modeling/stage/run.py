@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import key_of, mixed
 
-_NOTHING = nullcontext()
 _START = key_of("the code before the first unit")
 
 
@@ -38,7 +36,7 @@ class StageRun:
     plan: StagePlan
     functions: ShapeFunctions
     received: Sequence[torch.Tensor]
-    device: torch.device
+    find_device: Callable[[], torch.device]
     early_exit: bool = True
     hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None
     host_values: HostValues | None = None
@@ -50,6 +48,11 @@ class StageRun:
     _seed: int = 0
     _seed_generators: Callable[[int], None] | None = None
     _position: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where placeholders are made, which hardly any forward needs."""
+        return self.find_device()
 
     def __post_init__(self) -> None:
         self._sends: list[torch.Tensor | None] = [None] * self.plan.num_sent
@@ -86,8 +89,11 @@ class StageRun:
         if seed is not None and planned.own:
             seed(mixed(self._seed, planned.seeds[0]))
         compute = self._run if planned.own else self._answer
-        with _NOTHING if host_values is None else host_values.aside():
+        if host_values is None:
             output = compute(planned, unit, module, args, kwargs)
+        else:
+            with host_values.aside():
+                output = compute(planned, unit, module, args, kwargs)
         self.inside = ""
         if planned.last:
             if self.hand_over is not None:

@@ -48,8 +48,6 @@ from penstock.random_state import (
     sources_of,
 )
 
-_NOTHING = nullcontext()
-
 
 class SplitModel:
     """The part of a model that one rank of a pipeline holds, and how to run it.
@@ -309,8 +307,12 @@ class SplitModel:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
         run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        with self._refused, self._watched(plan, stage) if watch else _NOTHING:
-            output = self._handled(plan, run, evaluate, seed)
+        with self._refused:
+            if watch:
+                with self._watched(plan, stage):
+                    output = self._handled(plan, run, evaluate, seed)
+            else:
+                output = self._handled(plan, run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def walk(
@@ -358,8 +360,11 @@ class SplitModel:
         found = self._stage_plans.get((plan.digest, stage))
         if found is None:
             found = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
-        device = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
-        return StageRun(found, self._forwards.functions, received, device or self.device, **options)
+        return StageRun(found, self._forwards.functions, received, partial(self._device_of, inputs), **options)
+
+    def _device_of(self, inputs: Mapping[str, Any]) -> torch.device:
+        given = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)
+        return given or self.device
 
     def draws(self, plan: DataflowPlan) -> bool:
         """Whether a forward draws random numbers, so that a seed has an effect."""
@@ -389,7 +394,9 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
-            with run.host_values or _NOTHING:
+            if run.host_values is None:
+                return evaluate()
+            with run.host_values:
                 return evaluate()
         except StageDone:
             return None
