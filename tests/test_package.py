@@ -28,6 +28,7 @@ BELOW = {
     "layout": {"schedule"},
     "data": BASICS,
     "modeling": BASICS | {"layout", "data"},
+    "quantisation": {"modeling"},
     "runtime": CORE,
     "tensor_parallel": CORE,
     "context_parallel": CORE,
@@ -48,7 +49,7 @@ BELOW = {
 # Names for what is elsewhere.
 DOORS = {"", "__main__", "integrations.transformers", "integrations.trl"}
 # Libraries that need not be installed, and the modules that import one at their top.
-OPTIONAL = {"accelerate", "datasets", "diffusers", "matplotlib", "peft", "trl"}
+OPTIONAL = {"accelerate", "bitsandbytes", "datasets", "diffusers", "matplotlib", "peft", "trl"}
 NEED_OPTIONAL = {"penstock.integrations.diffusers", "penstock.integrations.peft"}
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.config.elastic import Elastic as Elastic
     from penstock.model.pipeline_model import PipelineModel as PipelineModel
     from penstock.modeling.pipeline_template import PipelineTemplate as PipelineTemplate
+    from penstock.quantisation.packed_experts import PackedExpertsConfig as PackedExpertsConfig
     from penstock.runtime.failures.board import PipelineFailure as PipelineFailure
     from penstock.runtime.optimizer import PipelineOptimizer as PipelineOptimizer
     from penstock.tensor_parallel import TensorParallelPlan as TensorParallelPlan
@@ -49,6 +50,7 @@ _PUBLIC = {
     "config.elastic": ("Elastic",),
     "model.pipeline_model": ("PipelineModel",),
     "modeling.pipeline_template": ("PipelineTemplate",),
+    "quantisation.packed_experts": ("PackedExpertsConfig",),
     "runtime.failures.board": ("PipelineFailure",),
     "runtime.optimizer": ("PipelineOptimizer",),
     "tensor_parallel": ("TensorParallelPlan", "register_tensor_parallel_plan"),

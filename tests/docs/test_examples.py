@@ -18,7 +18,12 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from torch.distributed.run import get_args_parser
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from common import default_pipelines, images
 from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
@@ -175,6 +180,46 @@ def test_the_quantised_example_goes_on_with_more_stages_as_one_process_would(
     four_bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     packed = AutoModelForCausalLM.from_pretrained(split / "base", quantization_config=four_bits)
     assert_adapted(packed, split / "adapter")
+
+
+def distilled(folder: Path, blocks: torch.Tensor, steps: int, batch: int) -> list[float]:
+    """The losses of the distillation example's models in a plain loop."""
+    teacher, student = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("teacher", "untrained"))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        ids = blocks[[row % len(blocks) for row in range(step * batch, (step + 1) * batch)]]
+        with torch.no_grad():
+            wanted = torch.log_softmax(teacher.eval()(input_ids=ids).logits / 2, -1)
+        outputs = student.train()(input_ids=ids, labels=ids)
+        apart = wanted.exp() * (wanted - torch.log_softmax(outputs.logits / 2, -1))
+        loss = 0.5 * 4 * apart.sum(-1).mean() + 0.5 * outputs.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.slow
+def test_the_distillation_example_trains_as_a_plain_loop_with_a_teacher_or_its_logits(
+    example: Example, tmp_path: Path, text: Path
+) -> None:
+    arguments = ["--dataset", text, "--steps", 3, "--output", tmp_path, "--length", 16]
+    printed = []
+    for stages, *more in ((2,), (1, "--logits", tmp_path / "logits"), (2, "--logits", tmp_path / "logits")):
+        if stages == 2 and more:
+            shutil.move(tmp_path / "teacher/model.safetensors", tmp_path / "teacher.safetensors")  # of no use now
+            more += ["--teacher", tmp_path / "teacher", "--student", tmp_path / "untrained"]
+        printed.append(example(stages, "run_distillation", *arguments, "--stages", stages, *more))
+    shutil.move(tmp_path / "teacher.safetensors", tmp_path / "teacher/model.safetensors")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "teacher")
+    expected = distilled(tmp_path, token_blocks(tokenizer, read_texts(str(text), 200_000), 16), 3, 8)
+    assert expected[2] < expected[0]
+    for lines in printed:
+        losses = [float(line.split()[-1]) for line in lines.splitlines() if line.startswith("step ")]
+        assert losses == pytest.approx(expected, abs=1e-4)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "student")
 
 
 def drawn_by_diffusers(base: Path, adapter: Path | None) -> torch.Tensor:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
+from penstock.modeling.instrumentation import known_of
 from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
 from penstock.modeling.weights.whole import packed_weights, whole_shape
@@ -285,7 +286,9 @@ def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
-    kept = quantizer is None or not (diffusers or not quantizer.is_serializable())
+    kept = (quantizer is None or not (diffusers or not quantizer.is_serializable())) and all(
+        packed.is_saved for module in model.modules() if (packed := known_of(module).packed) is not None
+    )
     fits = merged is not None and (merged.safe_serialization or not torchao)
     if (packed_weights(model) or torchao) and not (fits and kept):
         raise CheckpointError(

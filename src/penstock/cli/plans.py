@@ -321,6 +321,7 @@ def fit(
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
     with waiting("following the model"):
+        from penstock.modeling.packed_layers import names_to_adapt, stacks_of
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, operations_of, parse_devices
         from penstock.planning.fit import profiles_of, ways
         from penstock.planning.report import draw_memory, fit_text
@@ -338,7 +339,9 @@ def fit(
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         about += "; DPO's pairs and reference" * dpo
-        profiles = profiles_of(subject, _recipes(lora_rank, not without), microbatch, length, fastest, dpo)
+        linear = names_to_adapt(subject) if any(map(stacks_of, subject.modules())) else None
+        recipes = _recipes(lora_rank, not without, linear)
+        profiles = profiles_of(subject, recipes, microbatch, length, fastest, dpo)
         found = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
     samples = num_microbatches * microbatch
     if lora_rank is None and not any(way.plan for way in found):
@@ -348,8 +351,9 @@ def fit(
         print(f"drawn to {draw_memory(found, plot)}")
 
 
-def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
-    """What `fit` tries, by how little it changes training. Without `bfloat16` a frozen base is in float16."""
+def _recipes(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | None = None) -> list[Recipe]:
+    """What `fit` tries, by how little it changes training. Without `bfloat16` a frozen base is in float16. `linear` has
+    the names of a mixture's linear layers."""
     import torch
 
     from penstock.modeling.packed_layers import adapt, pack
@@ -365,8 +369,9 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True) -> list[Recipe]:
             Recipe("bf16, sharded", half, sharded=True),
         ]
     if lora_rank is not None:
-        config = f'LoraConfig(r={lora_rank}, target_modules="all-linear")'
-        four = f'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={half})'
+        config = f"LoraConfig(r={lora_rank}, target_modules={json.dumps(linear or 'all-linear')})"
+        call = "penstock.PackedExpertsConfig(" if linear else "BitsAndBytesConfig(\n    load_in_4bit=True,"
+        four = f'{call}\n    bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype={half}\n)'
         lines = (config,) if bfloat16 else (config, "torch.amp.GradScaler(), as gradients of float16 underflow")
         recipes += [
             Recipe(f"LoRA {lora_rank}", half, lines, change=lambda model: adapt(model, lora_rank)),

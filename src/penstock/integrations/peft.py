@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar, cast
 from unittest import mock
 
@@ -24,7 +26,9 @@ from transformers import PreTrainedModel
 from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.libraries import is_adapter_layer
+from penstock.modeling.packed_layers import mark_packed
 from penstock.modeling.placeholders.ghosts import is_ghost, shown_whole
+from penstock.modeling.weights.whole import packed_weights
 from penstock.runtime.reforming import renewing
 
 T = TypeVar("T")
@@ -234,8 +238,23 @@ def refuse_peft(model: PeftModel) -> None:
         own = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), PeftModel)
         if not own.__module__.startswith("peft."):
             raise NotImplementedError(f"{own.__name__}.forward is not PEFT's own, and would not be called")
+    if experts := _packed_targets(model):
+        raise NotImplementedError(
+            f'adapters shall be on packed experts ({", ".join(experts)}), where PEFT puts none: it takes "all-linear" '
+            "and names as gate_proj for experts, too. Name other linear layers in target_modules (q_proj, v_proj), or "
+            "leave the experts as they are (BitsAndBytesConfig)"
+        )
     if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
         raise NotImplementedError("activated LoRA chooses tokens sample by sample, which pipelines do not support")
+
+
+def _packed_targets(model: PeftModel) -> list[str]:
+    """What adapters shall be put on that a library keeps packed outside of a layer."""
+    listed = (getattr(config, "target_parameters", None) or () for config in model.peft_config.values())
+    packed = packed_weights(mark_packed(model.get_base_model()))
+    # As they are called in a model that is neither packed nor adapted.
+    names = [re.sub(r"\.(base_layer|parametrizations|original)\b", "", f".{name}") for name in packed]
+    return sorted({one for one in chain(*listed) if any(name.endswith(f".{one}") for name in names)})
 
 
 def _shared_between_layers(model: PeftModel) -> str | None:

@@ -22,20 +22,28 @@ _ATTRIBUTE = "_penstock"
 
 
 class QuantisedLayer(Protocol):
-    """Marks a layer whose weights a library keeps packed; `quantisation/` makes it."""
+    """Marks a module that has a weight which a library keeps packed."""
+
+    @property
+    def parameter(self) -> str:
+        """The weight's name in the module."""
 
     @property
     def num_weights(self) -> int:
-        """Of the layer as it was before it was packed."""
+        """Of the module as it was before it was packed."""
 
-    def stand_in(self, layer: nn.Module) -> nn.Module:
-        """What takes the layer's place in a copy on the meta device."""
+    @property
+    def is_saved(self) -> bool:
+        """Whether a library reads what is saved of it."""
 
-    def inside(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """The plain tensors that one of its parameters consists of."""
+    def stand_in(self, module: nn.Module) -> nn.Module:
+        """What takes the module's place in a copy on the meta device."""
+
+    def inside(self, module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
+        """The plain tensors that each of its own parameters consists of."""
 
     def release(self, value: nn.Module | torch.Tensor) -> None:
-        """Let go of the tensors of the layer, or of one of its weights."""
+        """Let go of the tensors of the module, or of one of its weights."""
 
 
 @dataclass
@@ -311,5 +319,5 @@ def tensors_of(module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
     found = {parameter: [parameter.detach()] for parameter in module.parameters()}
     for each in module.modules():
         if (packed := known_of(each).packed) is not None:
-            found |= {parameter: packed.inside(parameter) for parameter in each.parameters(False)}
+            found |= packed.inside(each)
     return found

@@ -1,16 +1,18 @@
-"""Linear layers whose weights a library keeps packed, in a few bits a number: a quantised model.
+"""Weights that a library keeps packed, in a few bits a number: linear layers, and stacks of experts.
 
 They are recognised by the libraries' names, and marked, as the core imports nothing of a library: it asks the mark.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 from transformers.pytorch_utils import Conv1D
 
 from penstock.modeling.instrumentation import absent_of, record_of
@@ -19,7 +21,7 @@ Model = TypeVar("Model")
 
 # Packages whose layers are known, and what transformers calls their methods.
 LIBRARIES = frozenset({"bitsandbytes", "optimum", "torchao"})
-METHODS = frozenset({"bitsandbytes", "quanto", "torchao"})
+METHODS = frozenset({"bitsandbytes", "bitsandbytes_experts", "quanto", "torchao"})
 
 
 def mark_packed(model: Model) -> Model:
@@ -28,9 +30,12 @@ def mark_packed(model: Model) -> Model:
     if (method := quantization_method(model)) not in (None, *METHODS):
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
-            f"{', '.join(sorted(METHODS))}"
+            f"{', '.join(sorted(METHODS))}, or load it unpacked where its library can (Mxfp4Config(dequantize=True))"
         )
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, ParametrizationList) and any(_library_of(one) in LIBRARIES for one in module):
+            record_of(module).packed = PackedStack.of(module)
+            continue
         own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
         packed = [one for one in own if one is not None and _library_of(one) in LIBRARIES]
         if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
@@ -48,6 +53,15 @@ def mark_packed(model: Model) -> Model:
             )
         record_of(module).packed = PackedLayer(inside, outside)
     return model
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """The module's own parameters that are stacks of matrices, as those of experts are. The layers of torch that have
+    weights of three dimensions are convolutions and the like."""
+    if type(module).__module__.startswith("torch."):
+        return []
+    own = ((name, one) for name, one in module._parameters.items() if one is not None and one.is_floating_point())
+    return [name for name, one in own if one.dim() == 3 and one.shape[0] > 1]
 
 
 def quantization_method(model: Any) -> str | None:
@@ -82,12 +96,20 @@ def _attached_to(value: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
             yield from _attached_to(inner)
 
 
+def _let_go(value: Any) -> None:
+    for owner, name, tensor in _attached_to(value):
+        if not tensor.is_meta:
+            vars(owner)[name] = torch.empty(0, dtype=tensor.dtype)
+
+
 @dataclass(frozen=True)
 class PackedLayer:
     """Marks a linear layer with packed weights."""
 
     in_features: int
     out_features: int
+    parameter = "weight"
+    is_saved = True
 
     @property
     def num_weights(self) -> int:
@@ -99,15 +121,59 @@ class PackedLayer:
         outlines = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]
         return Unpacking(self.in_features, self.out_features, *outlines)
 
-    inside = staticmethod(tensors_inside)  # for replicas to start alike
+    def inside(self, layer: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
+        return {parameter: tensors_inside(parameter) for parameter in layer.parameters(False)}
 
     def release(self, value: Any) -> None:
         """Let go of the tensors of a layer or a weight, which an optimizer, say, may hold."""
-        for owner, name, tensor in _attached_to(value):
-            if not tensor.is_meta:
-                vars(owner)[name] = torch.empty(0, dtype=tensor.dtype)
+        _let_go(value)
         if isinstance(value, torch.Tensor) and not hasattr(value, "__tensor_flatten__"):
             value.data = torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+@dataclass(frozen=True)
+class PackedStack:
+    """Marks what torch keeps in the place of a parameter that bitsandbytes has packed: the packed parameter, and the
+    module that unpacks it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter = "original"
+    is_saved = False
+
+    @classmethod
+    def of(cls, stack: ParametrizationList) -> PackedStack:
+        state: Any = next(one.quant_state for one in stack if _library_of(one) in LIBRARIES)
+        return cls(tuple(state.shape), state.dtype)
+
+    @property
+    def num_weights(self) -> int:
+        return math.prod(self.shape)
+
+    def stand_in(self, stack: nn.Module) -> nn.Module:
+        """What takes its place in a copy on the meta device."""
+        packed: Any = vars(stack).get("original", stack._parameters.get("original"))
+        outline = nn.Parameter(torch.empty(packed.shape, dtype=packed.dtype, device="meta"), requires_grad=False)
+        return ParametrizationList([UnpackingStack(self.shape, self.dtype)], outline, unsafe=True)
+
+    def inside(self, stack: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
+        attached = [tensor for child in stack.children() for _, _, tensor in _attached_to(child)]
+        return {parameter: [parameter.detach(), *attached] for parameter in stack.parameters(False)}
+
+    def release(self, value: Any) -> None:
+        for child in value.children():
+            _let_go(child)
+
+
+class UnpackingStack(nn.Module):
+    """Stands for what unpacks a stack: gives a weight of its shape, in memory that is there while it is used."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed.new_empty(self.shape, dtype=self.dtype)
 
 
 class Unpacking(nn.Linear):
@@ -145,26 +211,54 @@ BITS = {"nf4": 4 + 32 / 64, "fp4": 4 + 32 / 64, "nf4-double": 4 + 8 / 64 + 32 / 
 
 
 def pack(model: nn.Module, kind: str) -> None:
-    """Pack the weights of all adapted layers but those that the model keeps in float32, as transformers does."""
+    """Pack the weights of all adapted layers but those that the model keeps in float32, as transformers does, and the
+    experts, which bitsandbytes packs in 4 bits only."""
     if kind not in BITS:
         raise ValueError(f"quantization must be one of {', '.join(BITS)}, but is {kind!r}")
     whole = getattr(model, "_keep_in_fp32_modules", None) or ()
-    for name, adapted in list(model.named_modules()):
-        if not isinstance(adapted, _Adapted) or set(whole) & set(name.split(".")):
+    for name, module in list(model.named_modules()):
+        if set(whole) & set(name.split(".")):
             continue
-        inner, outer = _sizes(adapted.layer)
-        weight = torch.empty(round(inner * outer * BITS[kind] / 8), dtype=torch.uint8, device="meta")
-        adapted.layer = Unpacking(inner, outer, weight, adapted.layer.bias)
+        if isinstance(module, _Adapted):
+            inner, outer = _sizes(module.layer)
+            module.layer = Unpacking(inner, outer, _bytes(inner * outer, kind), module.layer.bias)
+        elif kind != "int8":
+            for stack in stacks_of(module):
+                plain = module._parameters[stack]
+                assert plain is not None
+                setattr(module, stack, nn.Parameter(_bytes(plain.numel(), kind), requires_grad=False))
+                unpacking = UnpackingStack(tuple(plain.shape), plain.dtype)
+                register_parametrization(module, stack, unpacking, unsafe=True)
+
+
+def _bytes(num_weights: int, kind: str) -> torch.Tensor:
+    return torch.empty(round(num_weights * BITS[kind] / 8), dtype=torch.uint8, device="meta")
 
 
 def adapt(model: nn.Module, rank: int) -> None:
     """Freeze the model, and adapt every linear layer but the head, as `target_modules="all-linear"` does."""
     model.requires_grad_(False)
+    for parent, name, layer in list(_linear_layers(model)):
+        setattr(parent, name, _Adapted(layer, rank))
+
+
+# What PEFT takes for the names of experts in one stack, or of their router, as these were once linear layers. So
+# "all-linear" adapts experts, too.
+OF_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+
+
+def names_to_adapt(model: nn.Module) -> list[str]:
+    """The `target_modules` with which PEFT adapts linear layers, and no experts."""
+    return sorted({name for _, name, _ in _linear_layers(model)} - OF_EXPERTS)
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear | Conv1D]]:
+    """All but the head, each with the module that it is in, and its name there."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for parent in list(model.modules()):
+    for parent in model.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear | Conv1D) and child is not head:
-                setattr(parent, name, _Adapted(child, rank))
+                yield parent, name, child
 
 
 def _sizes(layer: nn.Linear | Conv1D) -> tuple[int, int]:

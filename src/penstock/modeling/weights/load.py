@@ -30,6 +30,8 @@ _REFUSED = (
     *("max_memory", "offload_folder", "device_mesh", "distributed_config", "tp_plan", "tp_size"),
     *("gguf_file", "adapter_kwargs", "state_dict"),
 )
+# Of these, what asks for expert parallelism.
+_OF_EXPERTS = ("device_mesh", "distributed_config")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
     """Raise ValueError for an argument of `from_pretrained` that cannot be combined with stages."""
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{name} cannot be combined with pipeline stages; load without it")
+            experts = ", and let stages hold the experts, or tensor_parallel_size shard each" * (name in _OF_EXPERTS)
+            raise ValueError(f"{name} cannot be combined with pipeline stages; load without it{experts}")
     device_map = kwargs.get("device_map")
     try:
         one = device_map is None or torch.device(device_map).type != "meta"
