@@ -61,7 +61,20 @@ def test_ranks_that_share_sequences_must_be_given_the_same_batch(pool: Pool) -> 
         assert "of pipelines that share their sequences must be given the same batch" in str(error)
 
 
-def test_each_layer_receives_the_bytes_of_the_formula(pool: Pool) -> None:
-    """Keys and values: (c - 1) / c of the padded sequence's forward, and as many of their gradients."""
-    for received, expected in pool.run(2, bytes_received):
+@pytest.mark.parametrize("key_value_heads", [2, 1])
+def test_each_layer_receives_the_bytes_of_the_formula(pool: Pool, key_value_heads: int) -> None:
+    """By heads, and by tokens where there is one head of keys for both parts."""
+    for received, expected in pool.run(2, bytes_received, key_value_heads):
         assert received == expected
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "phi3", "qwen3_moe"])
+def test_one_head_of_keys_for_all_parts_is_exact(pool: Pool, family: str, rows: str) -> None:
+    ranks = pool.run(2, train_in_parts, family, rows, num_key_value_heads=1)
+    assert_steps_equal(ranks, oracle(family, rows, num_key_value_heads=1), replicas=2)
+
+
+def test_four_parts_are_exact(pool: Pool) -> None:
+    ranks = pool.run(4, train_in_parts, "gpt2", "padded", parts=4)
+    assert_steps_equal(ranks, oracle("gpt2", "padded"), replicas=4)

@@ -96,20 +96,25 @@ def train_on_unlike_batches() -> None:
     run_step(model, inputs)
 
 
-def bytes_received() -> tuple[int, int]:
-    """On a worker: what the layers of two parts receive in a step, and what the formula says."""
-    model = _initialize("llama")
-    sequences = model.pipeline.parts.sequences
-    before = sequences.exchange.num_bytes
+def bytes_received(key_value_heads: int) -> tuple[int, int]:
+    """On a worker: what the layers of two parts receive in a step, and what the formula says: by heads if keys and
+    values have some for each part, otherwise by tokens."""
+    model = _initialize("llama", num_key_value_heads=key_value_heads)
+    exchange = model.pipeline.parts.sequences.exchange
+    before = exchange.num_bytes
     run_step(model, inputs_of("packed"))
-    config, tokens = model.config, 24
-    width = 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 8
-    each_way = config.num_hidden_layers * SAMPLES * tokens // 2 * width
-    return sequences.exchange.num_bytes - before, 2 * each_way
+    config, padded, parts = model.config, 24, 2
+    head = SAMPLES * padded * config.hidden_size // config.num_attention_heads * 8
+    queries, keys = head * config.num_attention_heads, head * key_value_heads
+    by_heads, by_tokens = 2 * queries + 2 * keys, parts * 2 * keys
+    received = (by_heads if key_value_heads > 1 else by_tokens) * (parts - 1) // parts**2
+    return exchange.num_bytes - before, 2 * config.num_hidden_layers * received
 
 
 def _initialize(family: str, stages: int = 1, parts: int = 2, **options: Any) -> Any:
     settings = {"vocab_size": 100} if "tensor_parallel_size" in options else {}
+    if heads := options.pop("num_key_value_heads", None):
+        settings["num_key_value_heads"] = heads
     with kept_in_double():
         return penstock.initialize(
             (DECODERS | MIXING)[family].build(**settings),

@@ -69,14 +69,17 @@ class ContextParallel:
 
     Attributes:
         positions: what the model takes as position ids where it is given none.
+        by_heads: whether attention goes by heads, otherwise by tokens; see `attention`.
     """
+
+    by_heads = True
 
     positions: Callable[[torch.Tensor | None, int], torch.Tensor] = staticmethod(counted)
 
     def __init__(self, split: SplitModel, context: RankContext) -> None:
         assert context.groups.context_parallel is not None
         self.exchange = Exchange(context.groups.context_parallel, context.device, context.board)
-        self._split = split
+        self._split, self._num_shards = split, context.layout.tensor_parallel_size
         self.takes_positions = "position_ids" in inspect.signature(split.model.forward).parameters
         split.computing = self._computing
         connect(split.model, self.exchange)
@@ -102,6 +105,7 @@ class ContextParallel:
             ignored=None if term is None else term.ignore_index,
             positions=positions,
         )
+        part.by_heads, part.shares = self.by_heads, self.exchange.size * self._num_shards
         _refuse_loss(self._split.plan(part, criterion=criterion).loss)
         return part
 

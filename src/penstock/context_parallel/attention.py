@@ -1,18 +1,23 @@
 """Attention of one part of a sequence to all of it, through transformers' own registries.
 
-Whatever attention function a model chooses, it is given the keys and values of all parts, and a mask with a row for
-each token of this part and a column for each of the whole sequence. What tells a part is this mask: it has more columns
-than there are keys. So a layer that gradient checkpointing runs again, in the backward, needs to know nothing else, and
-whole sequences (in generation, say) go their ordinary way.
+There are two ways, both for whatever attention function a model chooses:
+
+- **by heads** ("Ulysses": Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.1): the ranks exchange heads for tokens.
+  The function is given some of the heads, for all tokens, with the mask of whole sequences.
+- **by tokens**: it is given the queries of this part, and the keys and values of all parts, which are gathered. The
+  mask has a row for each token of this part, and a column for each of the whole sequence.
+
+What tells a part, and the way, is the shape of the mask: it has more rows, or more columns, than there are queries and
+keys. So a layer that gradient checkpointing runs again, in the backward, needs to know nothing else, and whole
+sequences (in generation, say) go their ordinary way.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +37,8 @@ KNOWN = ("sdpa", "eager")
 class Exchange:
     """What the ranks of a context-parallel group exchange in a layer; counts the bytes that this one receives.
 
-    A gather of keys and values brings (c - 1) / c of those of the whole sequence, as does the sum of their gradients.
+    Of c ranks, with the bytes q, k, v of a whole sequence's queries, keys and values: by tokens (c - 1) / c of k + v in
+    the forward; by heads (c - 1) / c² of q + k + v, and of the output. The backward brings as much of their gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
@@ -57,6 +63,14 @@ class Exchange:
         with self._board.guard("summing gradients of a sequence's parts", self._ranks):
             dist.reduce_scatter(mine, parts, group=self._alive())
         self.num_bytes += mine.nbytes * (self.size - 1)
+        return mine
+
+    def swap(self, shares: torch.Tensor) -> torch.Tensor:
+        """Along the first dimension: what each rank has for this one, of what each has for all."""
+        mine = torch.empty_like(shares)
+        with self._board.guard("exchanging heads for tokens of a sequence's parts", self._ranks):
+            dist.all_to_all_single(mine, shares, group=self._alive())
+        self.num_bytes += mine.nbytes // self.size * (self.size - 1)
         return mine
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -125,22 +139,30 @@ def _separate(find: Callable[[torch.Tensor], Any], position_ids: torch.Tensor) -
 
 
 def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What transformers makes a mask with; of a part it has the rows of its tokens only."""
+    """What transformers makes a mask with; here it makes one for a part."""
     if not _under_way:
         return make(*args, **kwargs)
     part = _under_way[-1]
     cut, of_whole = part.cut, kwargs["mask_function"]
-    separates, part.separates = part.separates, False
+    separates, part.separates = part.separates and part.packed is not None, False
     own = 2 * cut.piece
     if kwargs["q_length"] != own or kwargs["kv_length"] not in (own, cut.length) or kwargs.get("use_vmap"):
         raise NotImplementedError(
             f"the model makes a mask for {kwargs['q_length']} queries and {kwargs['kv_length']} keys, which is not one "
             "of the whole sequence's tokens, or makes it with a function of its own"
         )
-    if separates and part.packed is not None:
+    if separates:
+        assert part.packed is not None
         of_whole = packed_sequence_compatibility_function(of_whole, *part.packed)
     # Tokens that were filled in look at what the last one looks at.
     places = cut.positions(torch.device(kwargs.get("device", "cpu"))).clamp(max=cut.length - 1)
+    if part.by_heads:
+        skips = {"allow_is_causal_skip": False} if separates else {}
+        whole = {**kwargs, **skips, "q_length": cut.length, "kv_length": cut.length, "mask_function": of_whole}
+        mask = make(*args, **whole)
+        if mask is None:  # it tells a part by its shape, and takes no memory
+            return torch.ones((), dtype=torch.bool, device=places.device).expand(1, 1, cut.length, cut.length)
+        return mask
 
     def of_part(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return of_whole(sample, head, places[query], key)
@@ -160,19 +182,38 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """A model's attention function; a part's queries look at the keys and values of all parts."""
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4:
-        length, given = attention_mask.shape[-1], key.shape[2]
-        if length > given and (module in _exchanges or _under_way):
-            key, value = _whole(module, key, length), _whole(module, value, length)
-    return attention(module, query, key, value, attention_mask, *args, **kwargs)
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4:
+        return attention(module, query, key, value, attention_mask, *args, **kwargs)
+    (rows, columns), own = attention_mask.shape[2:], key.shape[2]
+    exchange = _exchanges.get(module)
+    if max(rows, columns) <= own or (exchange is None and not (query.is_meta and _under_way)):
+        return attention(module, query, key, value, attention_mask, *args, **kwargs)
+    cut = _under_way[-1].cut if exchange is None else Cut(columns, exchange.index, exchange.size)
+    if rows == own:
+        key, value = (_all_tokens(exchange, cut, one) for one in (key, value))
+        return attention(module, query, key, value, attention_mask, *args, **kwargs)
+    if exchange is None and _needs_tokens((query, key, value), kwargs, _under_way[-1].shares):
+        _under_way[-1].needs_tokens = True
+        return attention(module, query, key, value, None, *args, **kwargs)
+    mask = None if not any(attention_mask.stride()) else attention_mask
+    query, key, value = _some_heads(exchange, cut, (query, key, value))
+    output, *_ = attention(module, query, key, value, mask, *args, **kwargs)
+    return _own_tokens(exchange, cut, output), None
 
 
-def _whole(module: nn.Module, part: torch.Tensor, length: int) -> torch.Tensor:
-    """Of keys or values (samples, heads, tokens, width) those of the whole sequence, of so many tokens."""
-    if part.is_meta:
-        return part.new_empty((*part.shape[:2], length, part.shape[3]))
-    exchange = _exchanges[module]
-    cut = Cut(length, exchange.index, exchange.size)
+def _needs_tokens(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], shares: int) -> bool:
+    """Whether attention cannot go by heads: they cannot be shared out, or the function has more to know of each."""
+    tells_more = any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in arguments.values())
+    return tells_more or any(tensor.shape[1] % shares for tensor in tensors)
+
+
+# -- by tokens -------------------------------------------------------------------------------------------------------
+
+
+def _all_tokens(exchange: Exchange | None, cut: Cut, part: torch.Tensor) -> torch.Tensor:
+    """Of keys or values (samples, heads, tokens, width) those of the whole sequence."""
+    if exchange is None:
+        return part.new_empty((*part.shape[:2], cut.length, part.shape[3]))
     whole: torch.Tensor = _WholeSequence.apply(exchange, cut, part)  # type: ignore[no-untyped-call]  # torch's has no types
     return whole
 
@@ -187,5 +228,45 @@ class _WholeSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        every = [replace(ctx.cut, index=index) for index in range(ctx.cut.size)]
-        return None, None, ctx.exchange.scatter_sum([cut.take(gradient, 2) for cut in every])
+        return None, None, ctx.exchange.scatter_sum([cut.take(gradient, 2) for cut in ctx.cut.every])
+
+
+# -- by heads --------------------------------------------------------------------------------------------------------
+
+
+def _some_heads(exchange: Exchange | None, cut: Cut, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each of these (samples, heads, tokens, width) this rank's heads for the tokens of the whole sequence."""
+    if len({part.shape[3] for part in parts}) > 1:
+        return [whole for part in parts for whole in _some_heads(exchange, cut, [part])]
+    heads = [part.shape[1] // cut.size for part in parts]
+    shares = [
+        torch.cat([part.narrow(1, index * own, own) for part, own in zip(parts, heads, strict=True)], 1)
+        for index in range(cut.size)
+    ]
+    return [*cut.join(_swap(exchange, shares), 2).split(heads, 1)]
+
+
+def _own_tokens(exchange: Exchange | None, cut: Cut, heads: torch.Tensor) -> torch.Tensor:
+    """Of an output (samples, tokens, heads, width) for some heads that of all heads, for the tokens of this part."""
+    return torch.cat(_swap(exchange, [one.take(heads, 1) for one in cut.every]), 2)
+
+
+def _swap(exchange: Exchange | None, shares: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each rank has for this one, of what each has for all."""
+    if exchange is None:
+        return shares
+    stacked: torch.Tensor = _Swapped.apply(exchange, torch.stack(shares))  # type: ignore[no-untyped-call]  # torch's has no types
+    return [*stacked.unbind(0)]
+
+
+class _Swapped(torch.autograd.Function):
+    """An all-to-all along the first dimension; backward, that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, shares: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.swap(shares)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, ctx.exchange.swap(gradient.contiguous())

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.context_parallel.apply import USUAL_POSITIONS, ContextParallel
-from penstock.context_parallel.sequence import Cut
+from penstock.context_parallel.sequence import Cut, SequencePart
 from penstock.modeling.libraries import configuration_of
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import Engine
@@ -45,7 +45,10 @@ def check_parts(engine: Engine) -> None:
         try:
             engine.split.plan(inputs)
             before = set(guessed)
-            engine.split.output_shapes(*sequences.cut([inputs], None))
+            (part,) = sequences.cut([inputs], None)
+            assert isinstance(part, SequencePart)
+            engine.split.output_shapes(part)
+            sequences.by_heads = not part.needs_tokens
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"context_parallel_size: a part of a sequence of tokens alone: {error}"

@@ -8,7 +8,7 @@ pieces i and 2c - 1 - i, so that each has as many pairs of positions under a cau
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class Cut:
     @property
     def padded(self) -> int:
         return 2 * self.size * self.piece
+
+    @property
+    def every(self) -> list[Cut]:
+        """Those of all parts, in order."""
+        return [replace(self, index=index) for index in range(self.size)]
 
     def pieces_of(self, part: int) -> tuple[int, int]:
         """Where the pieces of a part begin."""
@@ -73,14 +78,18 @@ class SequencePart(dict[str, Any]):
     Attributes:
         packed: of rows that hold several sequences, the positions and the number of the sequence of each token, both of
             shape (samples, length); None where a row is one sequence.
+        by_heads: whether attention goes by heads, otherwise by tokens.
+        shares: over how many ranks the heads of a layer are shared out then.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
+        needs_tokens: whether a layer was found whose attention cannot go by heads.
     """
 
     def __init__(
         self, inputs: Mapping[str, Any], cut: Cut, packed: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         super().__init__(inputs)
-        self.cut, self.packed, self.separates = cut, packed, False
+        self.cut, self.packed, self.by_heads, self.shares = cut, packed, True, cut.size
+        self.separates = self.needs_tokens = False
 
 
 def length_of(inputs: Mapping[str, Any]) -> int:
