@@ -225,6 +225,8 @@ class DropsLayers(nn.Module):
 
 def drop_layers() -> str:
     model = parallelize(DropsLayers(), 2, num_microbatches=2)
+    run_step(model, {"x": torch.ones(4, 4)})  # the plan, in which all ranks agree, has every layer
+    dist.barrier()  # no rank begins the next step, and fails in it, before all have ended this one
     random.seed(5 * dist.get_rank())
     model.probability = 0.5
     with pytest.raises(RuntimeError) as caught:
@@ -233,15 +235,9 @@ def drop_layers() -> str:
 
 
 def test_layers_left_out_on_one_rank_only_are_said_to_be(pool: Pool) -> None:
-    """Rank 0 finds its own forward on another path while the plans are still compared: which of the two a rank hears of
-    first is not decided."""
-    path = "RuntimeError: The model took another path than it was planned for"
-    plans = "SettingsMismatch: the ranks of a pipeline followed the model's forward in different ways"
     for text in pool.run(2, drop_layers):
-        assert (path in text and "random numbers such as those that leave layers out" in text) or (
-            text.startswith(plans) and "which layers it leaves out (layer drop)" in text
-        )
-        assert "set that probability to 0" in text
+        assert "RuntimeError: The model took another path than it was planned for" in text
+        assert "random numbers such as those that leave layers out" in text and "set that probability to 0" in text
 
 
 def clip_differently() -> str:

@@ -12,8 +12,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,26 +67,41 @@ def assert_named(ends: list[End], victim: int, words: str = "was lost") -> None:
 # ---------------------------------------------------------------- wherever the host is
 
 
-def wait_for_one_that_sleeps() -> None:
+def wait_until(happened: Callable[[], Any]) -> None:
+    """In a rank's own code, for as long as a rank may take to hear of what has happened, and more."""
+    give_up = time.monotonic() + LONG
+    while not happened() and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def touch_as_it_waits(model: Any, file: Path) -> None:
+    """Make the file once this rank waits for another one, from a thread of its own."""
+    waits = model.pipeline.board.position.waits
+    threading.Thread(target=lambda: (wait_until(waits), file.touch())).start()
+
+
+def wait_for_one_that_sleeps(folder: str) -> None:
     """Rank 2 dies while rank 1 is in its own code, and rank 0 waits for rank 1."""
+    waits, woken = Path(folder, "waits"), Path(folder, "woken")
     model = build(3)
     evaluate(model)
     if my_rank() == 2:
-        time.sleep(0.5)
+        wait_until(waits.exists)
         kill_self()
     if my_rank() == 1:
-        give_up = time.monotonic() + LONG
-        while model.pipeline.board.failed is None and time.monotonic() < give_up:
-            time.sleep(0.01)
-        time.sleep(2.0)  # its own code is not interrupted
-    run_step(model, batch("causal", 4))
+        wait_until(woken.exists)  # its own code is not interrupted
+        assert woken.exists(), "rank 0 has not heard"
+    if my_rank() == 0:
+        touch_as_it_waits(model, waits)
+    try:
+        run_step(model, batch("causal", 4))
+    finally:
+        woken.touch()
 
 
-def test_a_host_that_waits_for_a_live_rank_hears_of_a_dead_one() -> None:
-    ends = run_ranks(3, wait_for_one_that_sleeps)
-    assert_named(ends, 2)
-    # It was woken, while the one it waited for still slept; that one hears at its next call.
-    assert ends[0].at < ends[1].at - 1.0
+def test_a_host_that_waits_for_a_live_rank_hears_of_a_dead_one(tmp_path: Path) -> None:
+    """It is woken while the one it waits for is still elsewhere, which hears at its next call."""
+    assert_named(run_ranks(3, wait_for_one_that_sleeps, str(tmp_path)), 2)
 
 
 def die_in_a_loop() -> None:
@@ -113,9 +129,7 @@ def die_with_a_child() -> None:
             time.sleep(20)
             os._exit(0)
         kill_self()
-    give_up = time.monotonic() + 15
-    while model.pipeline.board.failed is None and time.monotonic() < give_up:
-        time.sleep(0.05)
+    wait_until(lambda: model.pipeline.board.failed)
     run_step(model, batch("causal", 4))
 
 
@@ -126,30 +140,38 @@ def test_a_child_process_does_not_hide_the_end_of_its_parent() -> None:
 # ---------------------------------------------------------------- whose fault it is
 
 
+@dataclass(frozen=True)
 class Rows(torch.utils.data.Dataset):
-    """Rows of which the fifth kills the worker that reads it."""
+    """Rows of which the fifth kills the worker that reads it, once its rank waits for another one."""
+
+    waits: Path
+    killed: Path
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 4 and int(os.environ["RANK"]) == 1:
-            time.sleep(0.5)  # so that its rank waits for another one by then
+            wait_until(self.waits.exists)
+            self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(8, dtype=torch.int64) * index
 
 
-def lose_a_loader_worker() -> None:
+def lose_a_loader_worker(folder: str) -> None:
     model = build(2)
-    loader = DataLoader(Rows(), batch_size=2, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
-    for number, rows in enumerate(loader):
-        if my_rank() == 0 and number == 1:
-            time.sleep(1.5)
-        run_step(model, {"input_ids": rows, "labels": rows})
+    rows = Rows(Path(folder, "waits"), Path(folder, "killed"))
+    loader = DataLoader(rows, batch_size=2, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    for number, ids in enumerate(loader):
+        if number == 1 and my_rank() == 0:
+            wait_until(rows.killed.exists)
+        elif number == 1:
+            touch_as_it_waits(model, rows.waits)
+        run_step(model, {"input_ids": ids, "labels": ids})
 
 
-def test_a_lost_loader_worker_is_blamed_on_its_own_rank() -> None:
-    ends = run_ranks(2, lose_a_loader_worker)
+def test_a_lost_loader_worker_is_blamed_on_its_own_rank(tmp_path: Path) -> None:
+    ends = run_ranks(2, lose_a_loader_worker, str(tmp_path))
     assert ends[1].kind == "RuntimeError" and "DataLoader worker" in ends[1].text, ends[1]
     assert ends[0].kind == "PipelineFailure", ends[0]
     assert "rank 1 failed: RuntimeError: DataLoader worker" in ends[0].text or (
@@ -238,8 +260,7 @@ def make_another_call_after_a_long_silence(folder: str) -> None:
         board = model.pipeline.board
 
         def stand_still_in_a_call() -> None:
-            while not board.position.waits():
-                time.sleep(0.01)
+            wait_until(board.position.waits)
             if os.fork() == 0:
                 stopped.touch()
                 time.sleep(4.0)
@@ -248,8 +269,7 @@ def make_another_call_after_a_long_silence(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
         if my_rank() == 0:
-            while not stopped.exists():
-                time.sleep(0.01)
+            wait_until(stopped.exists)
             model.save_parallelized(f"{folder}/saved")
         else:
             board.patience = LONG  # it does not ask itself
