@@ -74,17 +74,19 @@ def prefer(
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     model: Any = None,
+    reference: Any = None,
+    is_parallelised: bool = False,
     **options: Any,
 ) -> list[dict[str, float]]:
-    """Train with DPOTrainer. The reference is the adapters' base, or another model; that of a given `model` is what TRL
-    takes. `losses`: one for each step."""
+    """Train with DPOTrainer. The reference is the adapters' base, or another model; of a given `model` it is the given
+    one, or what TRL takes. `losses`: one for each step."""
     given = {
         **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "beta": 0.5, **options
     }  # fmt: skip
     sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
     with precisely(dtype):
-        reference = None if lora or model else FAMILIES[family].build(dtype=dtype, **sizes)
-        if reference is not None:
+        if not lora and model is None:
+            reference = FAMILIES[family].build(dtype=dtype, **sizes)
             with torch.no_grad():
                 for parameter in reference.parameters():
                     parameter.mul_(0.9)
@@ -96,7 +98,7 @@ def prefer(
             eval_dataset=pairs(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
-            **over(stages, **(parallelism or {})),
+            **({} if is_parallelised else over(stages, **(parallelism or {}))),
         )
         if losses:
             changing = OneLossEachStep(losses)
@@ -138,9 +140,10 @@ def reinforce(
     parallelism: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
+    reference: Path | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
-    """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model as it is in a folder."""
+    """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder."""
     given = {
         **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
         "max_completion_length": 6, "temperature": 1.2, **options,
@@ -148,14 +151,8 @@ def reinforce(
     sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
     with precisely(dtype):
         model = FAMILIES[family].build(dtype=dtype, **sizes)
-        if given.get("beta") and not lora:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(0.9)
-            rank = os.environ.get("RANK", "0")
-            model.save_pretrained(folder / f"reference-{rank}")
-            model = FAMILIES[family].build(dtype=dtype, **sizes)
-            model.config._name_or_path = str(folder / f"reference-{rank}")
+        if reference is not None:
+            model.config._name_or_path = str(reference)
         trainer: Any = (PipelineGRPOTrainer if stages else GRPOTrainer)(
             model,
             reward_funcs=Rewards(folder),
@@ -170,10 +167,12 @@ def reinforce(
 
 
 def prefer_all(
-    folder: Path, stages: int, pipelines: int, cases: Mapping[str, Mapping[str, Any]]
+    folder: Path, stages: int, pipelines: int, steps: int, cases: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, list[dict[str, float]]]:
     """Several runs, each in a folder of its own; one with `num_generations` is of GRPO."""
     return {
-        name: (reinforce if "num_generations" in case else prefer)(folder / name, stages, pipelines, **case)
+        name: (reinforce if "num_generations" in case else prefer)(
+            folder / name, stages, pipelines, **{"steps": steps, **case}
+        )
         for name, case in cases.items()
     }

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig
 
+import penstock
 from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
 from tests.support.preference_runs import pairs, prefer, prefer_all, prompts, reinforce
+from tests.support.quantised import quantisation, write_base
 from tests.support.trainer_runs import defaults, differences, over, precisely, tokenizer
+from tests.support.training import kept_in_double
 
 SIZES: dict[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -110,9 +114,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_other_settings_give_the_same_run(pool: Pool, tmp_path: Path) -> None:
-    cases = {name: {"steps": 2, "eval_strategy": "no", **case} for name, case in CASES.items()}
-    plain = prefer_all(tmp_path / "plain", 0, 1, cases)
-    for runs in pool.run(2, prefer_all, tmp_path / "split", 2, 1, cases, init=False, timeout=240):
+    with torch.no_grad():
+        (reference := FAMILIES["llama"].build(dtype=torch.float64, **SIZES)).lm_head.weight.mul_(0.9)
+    reference.save_pretrained(tmp_path / "reference")
+    cases = {name: {"eval_strategy": "no", **case} for name, case in CASES.items()}
+    cases["GRPO with a reference in a folder"]["reference"] = tmp_path / "reference"
+    plain = prefer_all(tmp_path / "plain", 0, 1, 2, cases)
+    for runs in pool.run(2, prefer_all, tmp_path / "split", 2, 1, 2, cases, init=False, timeout=240):
         for name, logs in runs.items():
             found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
             rough = 2e-2 if "half" in name else 1e-6
@@ -125,6 +133,38 @@ def test_rewards_are_asked_for_once_for_each_completion(pool: Pool, tmp_path: Pa
     asked = [file.read_text().splitlines() for file in tmp_path.glob("asked-*.txt")]
     assert len(asked) == 2, "the first ranks of both pipelines"
     assert [len(one) for one in asked] == [8, 8] and asked[0] != asked[1]
+
+
+def on_a_packed_base(folder: Path, base: Path, stages: int) -> list[dict[str, float]]:
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantisation("nf4"), dtype=torch.float32)
+    return prefer(folder, stages, steps=2, model=model, lora=True, dtype=torch.float32, eval_strategy="no")
+
+
+def test_adapters_on_a_base_in_4_bits(pool: Pool, tmp_path: Path) -> None:
+    """TRL has them in bfloat16 there."""
+    base = write_base("llama", tmp_path / "base", **SIZES)
+    plain = on_a_packed_base(tmp_path / "plain", base, 0)
+    for logs in pool.run(2, on_a_packed_base, tmp_path / "split", base, 2, init=False, timeout=180):
+        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+        assert found["loss"] < 1e-3 and found["logps/chosen"] < 1e-2 and found["weights"] < 1e-2
+
+
+def loaded_by_stages(folder: Path, base: Path) -> list[dict[str, float]]:
+    """Both models come as each rank's own stages; the trainer is not told of `parallelism`."""
+    config = {"model_parallelism": TWO}
+    with kept_in_double():
+        model, other = (penstock.from_pretrained(base, config=config, dtype=torch.float64) for _ in range(2))
+        return prefer(folder, 2, steps=2, model=model, reference=other, eval_strategy="no", is_parallelised=True)
+
+
+def test_model_and_reference_may_be_loaded_by_stages(pool: Pool, tmp_path: Path) -> None:
+    FAMILIES["llama"].build(dtype=torch.float64, **SIZES).save_pretrained(base := tmp_path / "base")
+    with kept_in_double():
+        model, other = (AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64) for _ in range(2))
+        plain = prefer(tmp_path / "plain", steps=2, model=model, reference=other, eval_strategy="no")
+    for logs in pool.run(2, loaded_by_stages, tmp_path / "split", base, init=False, timeout=180):
+        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+        assert not {name: value for name, value in found.items() if value > 1e-6}
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

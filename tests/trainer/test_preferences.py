@@ -47,8 +47,8 @@ def worst(
     pool: Pool, folder: Path, stages: int, pipelines: int, cases: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
     """By how much each case differs from the plain trainer, which has a process for each pipeline."""
-    plain = pool.run(pipelines, prefer_all, folder / "plain", 0, pipelines, cases, init=False, timeout=240)[0]
-    runs = pool.run(stages * pipelines, prefer_all, folder, stages, pipelines, cases, init=False, timeout=300)
+    plain = pool.run(pipelines, prefer_all, folder / "plain", 0, pipelines, 4, cases, init=False, timeout=240)[0]
+    runs = pool.run(stages * pipelines, prefer_all, folder, stages, pipelines, 4, cases, init=False, timeout=300)
     found: dict[str, dict[str, float]] = {}
     for case in cases:
         apart = [differences((run[case], folder / case), (plain[case], folder / "plain" / case)) for run in runs]

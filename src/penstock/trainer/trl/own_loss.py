@@ -37,8 +37,6 @@ from penstock.trainer.trl.fused_head import in_place_of_trls
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # What the outputs of a batch are made into, as the last stage has made them.
 FIGURES = OutputForm(dict, ())
-# Sums in another order differ by less than this part of the loss, in the precision in which losses are logged.
-ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -108,18 +106,21 @@ class OwnLoss(TrainerAdapter):
         with torch.no_grad():
             self._whole = self.completed(inputs)
         pieces = self.pieces(self._whole)
-        counts = torch.tensor(
-            [[1.0 if term.count is None else term.count(piece) for term in self.terms()] for piece in pieces],
-            dtype=torch.float64,
-        )
-        summed = torch.tensor([term.count is None for term in self.terms()])
-        totals = counts.sum(0)
-        shares = torch.where(summed | (totals == 0), counts.clamp(max=1.0), counts / totals)
         microbatches = [
-            {**self.arguments(piece), BATCH: piece, SHARES: share} for piece, share in zip(pieces, shares, strict=True)
+            {**self.arguments(piece), BATCH: piece, SHARES: share}
+            for piece, share in zip(pieces, self._shares(pieces), strict=True)
         ]
-        first = self.engine.place.pipeline * len(pieces)
-        return MicrobatchedBatch(microbatches, len(pieces), first_microbatch=first)
+        first, samples = self.engine.place.pipeline * len(pieces), sum(map(batch_size_of, microbatches))
+        return MicrobatchedBatch(microbatches, samples, first_microbatch=first)
+
+    def _shares(self, pieces: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """What part each microbatch has of each of the loss's means: (microbatches, terms). All of a sum."""
+        columns = []
+        for term in self.terms():
+            counts = torch.tensor([1.0 if term.count is None else term.count(one) for one in pieces]).double()
+            total = 1.0 if term.count is None else float(counts.sum()) or 1.0
+            columns.append(counts / total)
+        return torch.stack(columns, 1)
 
     @property
     def criterion(self) -> Criterion:
@@ -180,7 +181,8 @@ class OwnLoss(TrainerAdapter):
         if torch.isnan(shares) and not torch.isnan(whole):
             name = f"{type(self.trainer).__name__}.compute_loss"
             raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
-        apart = abs(whole - shares) > ROUNDING * (1 + abs(whole))
+        # More than sums in another order make of it.
+        apart = abs(whole - shares) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))
         routed = getattr(self.trainer, "aux_loss_enabled", False) and self.engine.last_step.num_microbatches > 1
         if (apart or routed) and not self._warned:
             self._warned = True
