@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,7 @@ def reinforce(
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     reference: Path | None = None,
+    rewards: Callable[..., list[float]] | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder."""
@@ -155,7 +156,7 @@ def reinforce(
             model.config._name_or_path = str(reference)
         trainer: Any = (PipelineGRPOTrainer if stages else GRPOTrainer)(
             model,
-            reward_funcs=Rewards(folder),
+            reward_funcs=rewards or Rewards(folder),
             args=GRPOConfig(**given),
             train_dataset=prompts(NUM_PAIRS, 1),
             eval_dataset=prompts(NUM_EVALUATED, 2),

@@ -109,6 +109,8 @@ CASES: dict[str, dict[str, Any]] = {
     "GRPO, several steps of a generation": {"num_generations": 2, "steps_per_generation": 4, "loss_type": "grpo"},
     "GRPO with a reference in a folder": {"num_generations": 4, "loss_type": "dr_grpo", "beta": 0.1},
     "DPO, kept up to date": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    # Over one microbatch, as a router's loss depends on which samples are together.
+    "DPO, experts": {"family": "mixtral", "router_aux_loss_coef": 0.3, "parallelism": {"num_microbatches": 1}},
     "DPO, half precision": {"bf16": True, "dtype": torch.float32, "learning_rate": 1e-4},
 }
 
@@ -133,6 +135,21 @@ def test_rewards_are_asked_for_once_for_each_completion(pool: Pool, tmp_path: Pa
     asked = [file.read_text().splitlines() for file in tmp_path.glob("asked-*.txt")]
     assert len(asked) == 2, "the first ranks of both pipelines"
     assert [len(one) for one in asked] == [8, 8] and asked[0] != asked[1]
+
+
+def refuse_to_score(completions: list[str], **kwargs: Any) -> list[float]:
+    raise LookupError("no judge today")
+
+
+def without_rewards(folder: Path) -> str:
+    with pytest.raises((LookupError, RuntimeError)) as failed:
+        reinforce(folder, 2, steps=1, rewards=refuse_to_score)
+    return str(failed.value)
+
+
+def test_a_reward_function_that_fails_is_an_error_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, without_rewards, tmp_path, init=False, timeout=120):
+        assert "no judge today" in text
 
 
 def on_a_packed_base(folder: Path, base: Path, stages: int) -> list[dict[str, float]]:

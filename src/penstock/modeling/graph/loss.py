@@ -27,7 +27,8 @@ from penstock.nested import named_tensors
 # Functions whose mean leaves out ignored targets, and may weigh the others.
 LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 
-# (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum
+# (model output, the microbatch's inputs) -> that microbatch's own mean loss, or its sum. It may have an attribute
+# `reduction`, "sum" if microbatches' results add up, and `own_inputs`, the names of inputs that it alone is given.
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 # The number by which a caller who accumulates divides the sum over a batch.
 NUM_ITEMS = "num_items_in_batch"
