@@ -68,7 +68,7 @@ class LayoutPlan:
 
 
 def form(
-    model: Any,
+    model: nn.Module,
     facts: Mapping[str, Any],
     plan: Callable[[UnitsAndCosts, Ranks], LayoutPlan],
     board: FailureBoard,
@@ -77,7 +77,7 @@ def form(
     criterion: Criterion | None = None,
     units: Sequence[str] | None = None,
     loss_in_chunks: bool = False,
-    make: Callable[[Layout, Ranks], Any] | None = None,
+    make: Callable[[Layout, Ranks], nn.Module] | None = None,
 ) -> PipelineModel:
     """Form the pipelines of a model that was checked (`check_whole_model`). All ranks call this together, inside
     `forming()`: they compare what they were given, find the model's units, plan, and make the engine.

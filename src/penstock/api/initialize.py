@@ -91,11 +91,11 @@ def initialize(
 
 
 def form_equal(
-    model: Any,
+    model: nn.Module,
     configuration: Configuration,
     board: FailureBoard,
     criterion: Criterion | None = None,
-    make: Callable[[Layout, Ranks], Any] | None = None,
+    make: Callable[[Layout, Ranks], nn.Module] | None = None,
 ) -> PipelineModel:
     """Form equal pipelines of a whole model; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,12 @@ from penstock.runtime.failures.interrupts import EXIT_CODE
 from penstock.runtime.failures.keys import in_one_line
 from penstock.runtime.formation import Migration
 from penstock.runtime.parts import ScheduleMaker
-from penstock.runtime.recovery import LastResort
+from penstock.runtime.recovery import LastResort, Pause
 from penstock.runtime.reforming import reform
 
 logger = logging.getLogger("penstock")
+
+T = TypeVar("T")
 
 
 class ElasticRun:
@@ -111,10 +113,11 @@ class ElasticRun:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def perform(self, work: Callable[[], Any], trains: bool, local: bool = False) -> Any:
+    def perform(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
         """Do something that all ranks do, however many are lost meanwhile; see `LoggedCall`. Raises what it raises that
         is no loss of a rank, and RunEnded if those that are left cannot go on."""
-        return self._perform(LoggedCall(work, trains, local))
+        result: T = self._perform(LoggedCall(work, trains, local))
+        return result
 
     def _perform(self, call: LoggedCall) -> Any:
         while self._change_due and call.trains and not self._log.training:
@@ -134,14 +137,14 @@ class ElasticRun:
             self._note_redone()
             return result
 
-    def do(self, work: Callable[[], Any], stale: Callable[[], Any] | None = None) -> Any:
+    def do(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
         """Do something without gradients on all ranks, again after a rank was lost. See `perform`. `stale`: is done in
         place of `work` if the run went back to a checkpoint meanwhile; by default that is an error."""
         if self.performing:
             return work()
         restored = self.num_restored
 
-        def unless_stale() -> Any:
+        def unless_stale() -> T:
             if restored == self.num_restored:
                 return work()
             call.stale = True
@@ -152,9 +155,15 @@ class ElasticRun:
             )
 
         call = LoggedCall(unless_stale, trains=False)
-        return self._perform(call)
+        result: T = self._perform(call)
+        return result
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], Any], pause: Callable[[], Any] | None) -> Any:
+    def execute(
+        self,
+        batches: Iterator[Any],
+        step: Callable[[Any], T],
+        pause: Pause | None,
+    ) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
         or, if the run went back to a checkpoint, the one that follows there."""
         if not isinstance(batches, Batches):
@@ -164,7 +173,7 @@ class ElasticRun:
             )
         position, restored, trains = batches.position, self.num_restored, torch.is_grad_enabled()
 
-        def once() -> Any:
+        def once() -> T:
             nonlocal position, restored
             moved = trains and restored != self.num_restored
             if moved:  # the loader went back to its position in the checkpoint
@@ -195,7 +204,7 @@ class ElasticRun:
         self.do(work)
         self._begin_log()
 
-    def commit(self, prepare: Callable[[], Callable[[], Any]]) -> Any:
+    def commit(self, prepare: Callable[[], Callable[[], T]]) -> T:
         """Make an update on all ranks or on none. `prepare`: does what needs other ranks, and returns the update, which
         needs none but for what `complete_update` is given."""
         before = self._num_updates
@@ -216,7 +225,8 @@ class ElasticRun:
                 for call in made_from:
                     self._perform(call)
                 return self.commit(prepare)
-        return self._updated
+        updated: T = self._updated
+        return updated
 
     def complete_update(self, work: Callable[[], object]) -> None:
         self._after_update = work
@@ -382,7 +392,7 @@ class ElasticRun:
         self.generations.meet()
         values = from_elsewhere(self.states.optimizer) if following.restore else self.states.values(following)
 
-        def timed_values(engine: Engine, taken: Any, migration: Migration) -> None:
+        def timed_values(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
             started = time.perf_counter()
             values(engine, taken, migration)
             change.seconds["move"] = time.perf_counter() - started

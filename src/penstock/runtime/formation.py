@@ -91,7 +91,7 @@ def parallelize(
     board: FailureBoard | None = None,
     options: EngineOptions | None = None,
     *,
-    make_weights: Callable[[torch.device], Any] | None = None,
+    make_weights: Callable[[torch.device], object] | None = None,
     make_sharding: MakeSharding | None = None,
     values: Values | None = None,
     functions: ShapeFunctions | None = None,

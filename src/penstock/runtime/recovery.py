@@ -7,9 +7,12 @@ An elastic run is one that goes on among those ranks, and makes the call again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+# Gives a context.
+Pause = Callable[[], AbstractContextManager[object]]
 
 
 class LastResort(Protocol):
@@ -53,7 +56,7 @@ class Recovery(Protocol):
         """Make a call that makes no gradients. `stale`: is made in its place if the values that it is about were lost
         meanwhile; by default that is an error."""
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Callable[[], Any] | None) -> T:
+    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. `pause`: gives the context in
         which gradients only accumulate, if they do."""
 
@@ -93,7 +96,7 @@ class NoRecovery:
     def do(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
         return work()
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Callable[[], Any] | None) -> T:
+    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         return step(next(batches))
 
     def load(self, load: Callable[[], int | None]) -> None:

@@ -15,12 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
 from penstock.runtime.failures.keys import Keys, StoreTimeout
 from penstock.runtime.failures.position import Position
+from penstock.runtime.failures.ring import Ring
 
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
@@ -112,6 +113,25 @@ class PipelineFailure(RuntimeError):
         self.rank = rank
 
 
+class Watching(Protocol):
+    """What a board, and the questions of a host that waits, ask of this process's `watcher.Watch`."""
+
+    rank: int
+    world_size: int
+    endings: Endings
+    keys: Keys
+    ring: Ring
+
+    def add(self, board: FailureBoard) -> None:
+        """Tell `board` of failures from now on, and of those before."""
+
+    def remove(self, board: FailureBoard) -> None:
+        """Tell it no more."""
+
+    def wait(self, known: Callable[[], bool], seconds: float) -> bool:
+        """Wait up to `seconds` until `known()`."""
+
+
 class FailureBoard:
     """What this rank knows about the first failure of a job, and how to end everything under way.
 
@@ -127,7 +147,7 @@ class FailureBoard:
         watch: this process's `watcher.Watch`, None if there is nobody to watch.
     """
 
-    def __init__(self, rank: int, name: str, watch: Any = None, mates: Collection[int] = ()):
+    def __init__(self, rank: int, name: str, watch: Watching | None = None, mates: Collection[int] = ()):
         self.name = name
         self.position = Position()
         self.patience = PATIENCE_SECONDS

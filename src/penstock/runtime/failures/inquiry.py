@@ -10,7 +10,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.board import FailureBoard, Watching
 from penstock.runtime.failures.position import CallRecord, differ
 from penstock.runtime.threads import start_thread
 
@@ -42,7 +42,7 @@ class Inquiries:
     rank before one that has been stopped asks at once.
     """
 
-    def __init__(self, watch: Any):
+    def __init__(self, watch: Watching):
         self._watch = watch
         self._waits: weakref.WeakKeyDictionary[FailureBoard, _Wait] = weakref.WeakKeyDictionary()
         # Of the latest question: its number, who asked, when, and what each rank answered.

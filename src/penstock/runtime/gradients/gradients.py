@@ -109,12 +109,12 @@ def _place(gradient: torch.Tensor) -> tuple[Any, ...]:
     return gradient.untyped_storage()._cdata, gradient.storage_offset(), gradient.numel()
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products run in `dtype`; one that changes nothing for None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """A maker of contexts that restore the autocast state of the moment of the call."""
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return partial(autocast, device, dtype)
