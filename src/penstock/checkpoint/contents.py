@@ -18,14 +18,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from penstock.modeling.instrumentation import record_of
-from penstock.modeling.weights.initialise import meta_model, resolve_model_class
-
-from .file_specs import CheckpointRanks, HeldTensor, SaveOptions, SavingRank, SavingReport
-from .files import flush_file, write_bytes
-from .folders import ModelFolder
-from .load import match, saved_sources
-from .manifest import (
+from penstock.checkpoint.file_specs import CheckpointRanks, HeldTensor, SaveOptions, SavingRank, SavingReport
+from penstock.checkpoint.files import flush_file, write_bytes
+from penstock.checkpoint.folders import ModelFolder
+from penstock.checkpoint.load import match, saved_sources
+from penstock.checkpoint.manifest import (
     MODEL,
     SEPARATOR,
     STAGING,
@@ -38,12 +35,14 @@ from .manifest import (
     weight_file_names,
     whole_manifest,
 )
-from .reader import CheckpointReader, Location, Resharding
-from .save import Save
-from .staging import discard
-from .tensors import DTYPES
-from .training_state import read_common
-from .untrusted import CheckpointError, describe, is_directory, is_regular, kind_of, open_plain
+from penstock.checkpoint.reader import CheckpointReader, Location, Resharding
+from penstock.checkpoint.save import Save
+from penstock.checkpoint.staging import discard
+from penstock.checkpoint.tensors import DTYPES
+from penstock.checkpoint.training_state import read_common
+from penstock.checkpoint.untrusted import CheckpointError, describe, is_directory, is_regular, kind_of, open_plain
+from penstock.modeling.instrumentation import record_of
+from penstock.modeling.weights.initialise import meta_model, resolve_model_class
 
 MAX_SIDE_BYTES = 16 * 1024**2
 _STEP = re.compile(r"step-(\d{8,15})", re.ASCII)

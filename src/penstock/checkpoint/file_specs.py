@@ -23,18 +23,17 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
 from penstock.modeling.instrumentation import known_of
+from penstock.checkpoint.files import BackgroundWork, SaveFunction, writing
+from penstock.checkpoint.manifest import MODEL, FileEntry, check_variant
+from penstock.checkpoint.model_state import held_state
+from penstock.checkpoint.staging import Replacement
+from penstock.checkpoint.tensors import DTYPES, dtype_name
+from penstock.checkpoint.untrusted import CheckpointError, Count, describe, typed
 from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
 from penstock.modeling.weights.whole import packed_weights, whole_shape
 from penstock.runtime.comm.exchange import Guard, Ranks
 from penstock.runtime.failures.board import ranks_in_words
-
-from .files import BackgroundWork, SaveFunction, writing
-from .manifest import MODEL, FileEntry, check_variant
-from .model_state import held_state
-from .staging import Replacement
-from .tensors import DTYPES, dtype_name
-from .untrusted import CheckpointError, Count, describe, typed
 
 Result = TypeVar("Result")
 

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 import torch
 from safetensors.torch import load_file
 
-from .model_state import as_tensors
-from .tensors import bytes_of, checksum, dtype_name
-from .untrusted import CheckpointError, cannot_read, describe, open_plain
+from penstock.checkpoint.model_state import as_tensors
+from penstock.checkpoint.tensors import bytes_of, checksum, dtype_name
+from penstock.checkpoint.untrusted import CheckpointError, cannot_read, describe, open_plain
 
 SaveFunction = Callable[[Any, str], Any]
 

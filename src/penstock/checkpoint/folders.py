@@ -25,11 +25,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from penstock.modeling.graph.dataflow import DataFlow, ForwardArgument
-from penstock.modeling.placeholders.ghosts import shown_whole
-from penstock.modeling.weights.whole import packed_weights, shards_of, unit_of, whole_state
-
-from .file_specs import (
+from penstock.checkpoint.file_specs import (
     Content,
     FileSpec,
     Folder,
@@ -41,8 +37,8 @@ from .file_specs import (
     write_side_files,
     writers_of,
 )
-from .files import BackgroundWork, flush_file, write_bytes, write_tensors, writing
-from .manifest import (
+from penstock.checkpoint.files import BackgroundWork, flush_file, write_bytes, write_tensors, writing
+from penstock.checkpoint.manifest import (
     ADAPTER,
     EXTENSIONS,
     MODEL,
@@ -58,12 +54,15 @@ from .manifest import (
     rank_file_name,
     weight_file_names,
 )
-from .model_state import MARK, as_values, held_state, own_name
-from .optimizer_state import OptimizerState
-from .staging import Replacement, write_index
-from .tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
-from .training_state import TrainingState, collect_training_state, common_content, random_key
-from .untrusted import is_regular, kind_of
+from penstock.checkpoint.model_state import MARK, as_values, held_state, own_name
+from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.checkpoint.staging import Replacement, write_index
+from penstock.checkpoint.tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
+from penstock.checkpoint.training_state import TrainingState, collect_training_state, common_content, random_key
+from penstock.checkpoint.untrusted import is_regular, kind_of
+from penstock.modeling.graph.dataflow import DataFlow, ForwardArgument
+from penstock.modeling.placeholders.ghosts import shown_whole
+from penstock.modeling.weights.whole import packed_weights, shards_of, unit_of, whole_state
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,40 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.checkpoint.file_specs import CheckpointRanks
+from penstock.checkpoint.files import check_archive, open_tensors
+from penstock.checkpoint.manifest import (
+    ADAPTER,
+    EXTENSIONS,
+    MODEL,
+    STAGING,
+    Manifest,
+    check_plain,
+    manifest_name,
+    weight_file_names,
+    whole_manifest,
+)
+from penstock.checkpoint.model_state import (
+    MARK,
+    as_values,
+    fill,
+    held_state,
+    own_name,
+    parts_of_state,
+    registered_names,
+)
+from penstock.checkpoint.reader import CheckpointReader, Resharding
+from penstock.checkpoint.staging import read_index
+from penstock.checkpoint.tensors import DTYPES, dtype_name, of_run, outline, tied_groups
+from penstock.checkpoint.untrusted import (
+    CheckpointError,
+    cannot_read,
+    damaged,
+    is_directory,
+    kind_of,
+    locate,
+    open_plain,
+)
 from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.load import load_stage
 from penstock.modeling.weights.whole import (
@@ -27,25 +61,6 @@ from penstock.modeling.weights.whole import (
     whole_state,
 )
 from penstock.random_state import restored
-
-from .file_specs import CheckpointRanks
-from .files import check_archive, open_tensors
-from .manifest import (
-    ADAPTER,
-    EXTENSIONS,
-    MODEL,
-    STAGING,
-    Manifest,
-    check_plain,
-    manifest_name,
-    weight_file_names,
-    whole_manifest,
-)
-from .model_state import MARK, as_values, fill, held_state, own_name, parts_of_state, registered_names
-from .reader import CheckpointReader, Resharding
-from .staging import read_index
-from .tensors import DTYPES, dtype_name, of_run, outline, tied_groups
-from .untrusted import CheckpointError, cannot_read, damaged, is_directory, kind_of, locate, open_plain
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
-from .tensors import DTYPES, TensorInfo
-from .untrusted import (
+from penstock.checkpoint.tensors import DTYPES, TensorInfo
+from penstock.checkpoint.untrusted import (
     MAX_RANKS,
     CheckpointError,
     Checksum,

@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from penstock.checkpoint.manifest import SEPARATOR
+from penstock.checkpoint.tensors import DTYPES, bytes_of, dtype_name, of_run
+from penstock.checkpoint.untrusted import CheckpointError, describe
 from penstock.modeling.placeholders.ghosts import shown_whole
-
-from .manifest import SEPARATOR
-from .tensors import DTYPES, bytes_of, dtype_name, of_run
-from .untrusted import CheckpointError, describe
 
 # What the names of such tensors of bytes end with.
 MARK = f"{SEPARATOR}plain"

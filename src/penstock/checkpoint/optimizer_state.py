@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.checkpoint.manifest import SEPARATOR, Manifest
+from penstock.checkpoint.reader import Resharding, saved_sharding
+from penstock.checkpoint.tensors import first_of_tied, tied_groups
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape
-
-from .manifest import SEPARATOR, Manifest
-from .reader import Resharding, saved_sharding
-from .tensors import first_of_tied, tied_groups
-from .untrusted import CheckpointError
 
 
 @dataclass

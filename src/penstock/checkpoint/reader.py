@@ -8,12 +8,11 @@ from operator import attrgetter
 
 import torch
 
+from penstock.checkpoint.files import open_tensors
+from penstock.checkpoint.manifest import SEPARATOR, Manifest
+from penstock.checkpoint.tensors import TensorInfo, checksum
+from penstock.checkpoint.untrusted import CheckpointError
 from penstock.modeling.sharding import Sharding
-
-from .files import open_tensors
-from .manifest import SEPARATOR, Manifest
-from .tensors import TensorInfo, checksum
-from .untrusted import CheckpointError
 
 
 @dataclass(frozen=True)

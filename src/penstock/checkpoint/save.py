@@ -24,9 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from penstock.runtime.failures.keys import in_thread
-
-from .file_specs import (
+from penstock.checkpoint.file_specs import (
     CheckpointRanks,
     Content,
     FileSpec,
@@ -39,13 +37,14 @@ from .file_specs import (
     tell_reports,
     writers_of,
 )
-from .files import BackgroundWork, write_bytes, writing
-from .folders import ModelFolder, RankFiles
-from .manifest import FileEntry
-from .staging import commit, discard, prepare
-from .tensors import once_for_tied
-from .training_state import TrainingState
-from .untrusted import CheckpointError, read_json, typed
+from penstock.checkpoint.files import BackgroundWork, write_bytes, writing
+from penstock.checkpoint.folders import ModelFolder, RankFiles
+from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.staging import commit, discard, prepare
+from penstock.checkpoint.tensors import once_for_tied
+from penstock.checkpoint.training_state import TrainingState
+from penstock.checkpoint.untrusted import CheckpointError, read_json, typed
+from penstock.runtime.failures.keys import in_thread
 
 Result = TypeVar("Result")
 Write = Callable[[FileSpec, Content], object]

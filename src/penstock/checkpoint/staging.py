@@ -27,9 +27,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .files import flush_file, flush_files, replace_file, write_bytes, writing
-from .manifest import INDEX, MANIFEST, STAGING, is_shard, read_manifest
-from .untrusted import CheckpointError, is_directory, is_regular, kind_of, read_json, typed
+from penstock.checkpoint.files import flush_file, flush_files, replace_file, write_bytes, writing
+from penstock.checkpoint.manifest import INDEX, MANIFEST, STAGING, is_shard, read_manifest
+from penstock.checkpoint.untrusted import CheckpointError, is_directory, is_regular, kind_of, read_json, typed
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from penstock.checkpoint.untrusted import Checksum, Count
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.libraries import is_adapter_layer
 from penstock.modeling.placeholders.ghosts import absent_parameters
 from penstock.modeling.weights.whole import alias_groups, packed_weights, ties_of, unit_of
-
-from .untrusted import Checksum, Count
 
 # Every dtype of torch, by the name that `dtype_name` gives it.
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -9,22 +9,22 @@ import contextlib
 import copy
 import io
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.modeling.weights.whole import tensor_parallel_place
-
-from .file_specs import CheckpointRanks, SavingReport, writers_of
-from .files import load_data, plain_content, replace_file, writing
-from .manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
-from .optimizer_state import (
+from penstock.checkpoint.file_specs import CheckpointRanks, SavingReport, writers_of
+from penstock.checkpoint.files import load_data, plain_content, replace_file, writing
+from penstock.checkpoint.manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
+from penstock.checkpoint.optimizer_state import (
     OptimizerState,
     collect_optimizer,
     parameters_by_name,
@@ -32,10 +32,19 @@ from .optimizer_state import (
     restore_optimizer,
     written_elsewhere,
 )
-from .random_states import capture_random_state, check_random_state, restore_random_state
-from .reader import CheckpointReader, Resharding
-from .tensors import bytes_of
-from .untrusted import CheckpointError, Count, Place, damaged, describe, open_plain, refused_global, typed
+from penstock.checkpoint.reader import CheckpointReader, Resharding
+from penstock.checkpoint.tensors import bytes_of
+from penstock.checkpoint.untrusted import (
+    CheckpointError,
+    Count,
+    Place,
+    damaged,
+    describe,
+    open_plain,
+    refused_global,
+    typed,
+)
+from penstock.modeling.weights.whole import tensor_parallel_place
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
@@ -343,3 +352,50 @@ def load_object(path: str | os.PathLike[str], *, world_comm: CheckpointRanks) ->
 
     world_comm.together(f"reading the file to load {path}", read)
     return found[0]
+
+
+_BIT_GENERATOR = "MT19937"  # numpy's global one, always
+
+
+def capture_random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators (of the CPU, and of the current GPU once it is in use).
+    Returns plain data and tensors, which can be loaded from a file without running code."""
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore what `capture_random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(_numpy_state(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def check_random_state(name: str, state: Any) -> None:
+    """Raise ValueError if `state` cannot be the entry `name` of what `capture_random_state` returned."""
+    try:
+        if name == "python":
+            random.Random().setstate(state)
+        elif name == "numpy":
+            np.random.RandomState().set_state(_numpy_state(state))
+        else:
+            if not (isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1):
+                raise TypeError("no bytes")
+            if name == "torch":
+                torch.Generator().set_state(state)
+    except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"this is no state of {name}'s random generator") from error
+
+
+def _numpy_state(saved: Any) -> tuple[str, np.ndarray, int, int, float]:
+    keys, position, has_gauss, cached = saved
+    return _BIT_GENERATOR, keys.numpy().astype(np.uint32), position, has_gauss, cached

@@ -158,12 +158,7 @@ class ElasticRun:
         result: T = self._perform(call)
         return result
 
-    def execute(
-        self,
-        batches: Iterator[Any],
-        step: Callable[[Any], T],
-        pause: Pause | None,
-    ) -> T:
+    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
         or, if the run went back to a checkpoint, the one that follows there."""
         if not isinstance(batches, Batches):

@@ -18,8 +18,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.ownership import HeldParameter
 from penstock.runtime.options import OwnerChoice
 from penstock.runtime.torch_calls import engines_of
-
-from .owners import with_owners
+from penstock.sharded_optimizer.owners import with_owners
 
 # Smaller tensors are sent together.
 SENT_ALONE = 2**18
