@@ -368,8 +368,7 @@ class HeterogeneousParallelPlugin:
             _, *configured = initialize_peft(model, lambda base: self.configure(base, *given))
             return (model, *configured)
         if self.settings.elastic is not None:
-            joining = mark_packed(model), self.settings.elastic
-            return self._join(*joining, optimizer, criterion, dataloader, lr_scheduler)
+            return self._join(model, self.settings.elastic, optimizer, criterion, dataloader, lr_scheduler)
         self._check(model)
         self._fit_pipelines(model)
         if dataloader is not None:
@@ -407,24 +406,10 @@ class HeterogeneousParallelPlugin:
     ) -> Configured:
         """`configure` for a process of an elastic run: of the first ones, or one that joins them. What it has to do
         with the others is in `elastic/`."""
-        if isinstance(model, PipelineModel) or self._model is not None:
-            raise ValueError("with elastic= a plugin configures one whole model, once")
-        self._check(model)
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(
-                f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
-            )
-        if packed_weights(model):
-            raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
-        if optimizer is None:
-            raise ValueError(
-                "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
-            )
-        if dataloader is not None and dataloader not in self._loaders:
-            raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
+        own_optimizer = self._check_elastic(model, optimizer, dataloader)
         formations = Formations(model, self.settings, self.settle_schedule(model))
         facts = {**self._facts(), "the global batch size": self.global_batch_size}
-        states = SharedStates(optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer)
+        states = SharedStates(own_optimizer)
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler), ("loss scale", self._loss_scale)):
             if one is not None:
                 states.register(name, one)
@@ -432,24 +417,44 @@ class HeterogeneousParallelPlugin:
         self._model = model
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
-            layout, make_schedule = on_layout(now)
+            planned = LayoutPlan(*on_layout(now), self.settings.engine_options())
             with forming(self.settings.time_limit, generations.on_board) as board:
                 if now.is_first:
                     agree(model, facts, board)
-                planned = LayoutPlan(layout, make_schedule, self.settings.engine_options())
                 values = None if now.is_first else states.values(now)
                 self._model = made = build(model, planned, board, criterion=criterion, values=values)
-                if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
-                    logger.warning(
-                        "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
-                        "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
-                    )
-            wrapped = self.wrap_optimizer(optimizer, made)
+            if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
+                logger.warning(
+                    "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
+                    "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
+                )
+            wrapped = self.wrap_optimizer(own_optimizer, made)
             self.run = ElasticRun(generations, states, made.pipeline, on_layout)
         except BaseException:
             generations.close()  # the others must not count on this process
             raise
         return made, wrapped, criterion, dataloader, lr_scheduler
+
+    def _check_elastic(
+        self, model: Any, optimizer: Optimizer | None, dataloader: HeterogeneousDataLoader | None
+    ) -> Optimizer:
+        """Refuse what an elastic run cannot have. No communication. Returns the optimizer, not wrapped."""
+        if isinstance(model, PipelineModel) or self._model is not None:
+            raise ValueError("with elastic= a plugin configures one whole model, once")
+        self._check(model)
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
+            )
+        if packed_weights(mark_packed(model)):
+            raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
+        if optimizer is None:
+            raise ValueError(
+                "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
+            )
+        if dataloader is not None and dataloader not in self._loaders:
+            raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
+        return optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
 
     def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, ScheduleMaker]:
         """Make a generation's pipelines those of the plugin, and of its loaders."""
