@@ -1,4 +1,4 @@
-"""Bad input to the heterogeneous face: the documented errors, on every rank alike, before any process group is made."""
+"""Bad input to the plugin: the documented errors, on every rank alike, before any process group is made."""
 
 import os
 import signal

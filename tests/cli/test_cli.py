@@ -672,7 +672,7 @@ def test_the_advice_of_each_error_is_a_command_that_works(
 def test_every_advice_of_the_commands_is_tried() -> None:
     """Whatever text of their sources names an option is part of what a line of ADVICE says."""
     source = Path(penstock.__file__).parent
-    files = [file for room in ("cli", "checking", "planning") for file in (source / room).glob("*.py")]
+    files = [file for folder in ("cli", "checking", "planning") for file in (source / folder).glob("*.py")]
     advice = [said for _, said, _ in ADVICE]
     for file in [*files, source / "modeling/graph/dummy_inputs.py"]:
         tree = ast.parse(file.read_text())

@@ -22,7 +22,7 @@ import penstock
 from penstock.checkpoint.contents import merge_checkpoint
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.cli import app
-from penstock.integrations import diffusers as room
+from penstock.integrations import diffusers as integration
 from penstock.modeling.instrumentation import record_of
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.profile import held_by_stages
@@ -216,7 +216,7 @@ def load(folder: str, stages: int, **options: Any) -> Any:
 
 def train_from(folder: str, stages: int, target: str) -> tuple[Step, set[str], set[str], list[str]]:
     """Adapters on sharded files of a variant; what was read, what is held, and what is refused."""
-    names, opening = set[str](), room.safe_open
+    names, opening = set[str](), integration.safe_open
 
     class Noting:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -236,13 +236,13 @@ def train_from(folder: str, stages: int, target: str) -> tuple[Step, set[str], s
             names.add(name)
             return self.file.get_tensor(name)
 
-    room.safe_open = Noting  # type: ignore[misc,assignment]
+    integration.safe_open = Noting  # type: ignore[misc,assignment]
     try:
         model = load(
             folder, stages, subfolder="transformer", variant="fp16", model_class=AutoModel, adapt=with_adapters
         )
     finally:
-        room.safe_open = opening  # type: ignore[misc]
+        integration.safe_open = opening  # type: ignore[misc]
     step = Step(run_step(model, batch(dtype=torch.float32)), gradients_of(model))
     held = {name.replace("base_layer.", "") for name in model.state_dict() if "lora_" not in name}
     model.save_lora_adapter(f"{target}/plain")

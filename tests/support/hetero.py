@@ -1,4 +1,4 @@
-"""What the tests of the heterogeneous face share: training with a plugin on the ranks of a pool, and the unsplit model.
+"""What the tests of the plugin share: training with a plugin on the ranks of a pool, and the unsplit model.
 
 Functions here that a worker runs build their model and their data themselves, from the same seeds as the oracle.
 """

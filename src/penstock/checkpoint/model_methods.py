@@ -100,7 +100,7 @@ def _save_injected(
     def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
         save(folder, state_dict=dict(state), **arguments)
 
-    # Through the method, which PEFT's room may have changed.
+    # Through the method, which integrations/peft.py may have changed.
     model.save_adapter(directory, active[0], lambda state: model.get_adapter_state_dict(state_dict=dict(state)), write)
 
 

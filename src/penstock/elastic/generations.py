@@ -233,7 +233,7 @@ def _come(settings: Elastic, tensor_parallel_size: int, facts: str) -> Membershi
     """Make this process a member."""
     store, number = meet(settings.store, settings.run), 0
     # A run that is over leaves its keys behind; the next one of that name goes by another number.
-    while _is_over(room := store.within(str(number))):
+    while _is_over(meeting := store.within(str(number))):
         number += 1
     local = os.environ.get("LOCAL_RANK")
     if tensor_parallel_size > 1 and not local:
@@ -243,18 +243,18 @@ def _come(settings: Elastic, tensor_parallel_size: int, facts: str) -> Membershi
     node = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
     index, shard = divmod(int(local or 0), tensor_parallel_size)
     group = f"{socket.gethostname()} {node} {index}" if local else f"{socket.gethostname()} {os.getpid()}"
-    return Membership(room, settings.hang_timeout, group, shard, facts)
+    return Membership(meeting, settings.hang_timeout, group, shard, facts)
 
 
-def _is_over(room: Meeting) -> bool:
+def _is_over(meeting: Meeting) -> bool:
     """Whether an earlier run has no living member. RunEnded is raised in a process that was to join it and came too
     late: it would wait for others to begin a new one. One that was itself a member, or began after it, does so."""
-    now, pulse = latest(room), Pulse(room)
-    if now is None or (room.get("over") is None and not _are_dead(now.members, pulse)):
+    now, pulse = latest(meeting), Pulse(meeting)
+    if now is None or (meeting.get("over") is None and not _are_dead(now.members, pulse)):
         return False
-    room.put("over", "1")
+    meeting.put("over", "1")
     records = [record for member in now.members if (record := pulse.record(member)) is not None]
-    ended = max((float(room.get(f"gone/{member}") or 0) for member in now.members), default=0.0)
+    ended = max((float(meeting.get(f"gone/{member}") or 0) for member in now.members), default=0.0)
     if _began() < ended and all((record.machine, record.process) != (machine(), os.getpid()) for record in records):
         raise RunEnded(
             f"the run that this process was to join has ended {time.time() - ended:.0f} s ago; "

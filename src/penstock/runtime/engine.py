@@ -1,7 +1,7 @@
 """The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
 `formation` forms engines, and re-forms them with other ranks or in another layout. What an engine is made of then is in
-`parts`; here is what lasts over formations, and what the ranks do together: every call of the faces begins here."""
+`parts`; here is what lasts over formations, and what the ranks do together: every call of a user begins here."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Engine:
         self.known.update((one.name, one.parameter) for one in self.held)
 
     def of_formation(self, make: Callable[[Engine], T]) -> T:
-        """What a room above keeps for as long as the ranks work together as now: made when it is first asked for."""
+        """What a package above keeps for as long as the ranks work together as now: made when it is first asked for."""
         if make not in self._of_formation:
             self._of_formation[make] = make(self)
         made: T = self._of_formation[make]
@@ -182,7 +182,7 @@ class Engine:
         )
 
     def __dir__(self) -> list[str]:
-        """What is for users; the rest serves the rooms of this package."""
+        """What is for users; the rest serves the other packages."""
         return FOR_USERS
 
     @property

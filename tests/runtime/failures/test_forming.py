@@ -68,21 +68,21 @@ def test_a_rank_killed_in_initialize_is_named_by_all_others(
         assert end.at - killed.at < LIMIT
 
 
-def fail_to_estimate(face: str) -> None:
+def fail_to_estimate(caller: str) -> None:
     """Rank 0 fails as it estimates what the units cost, and its process goes on."""
     model = FAMILIES["gpt2"].build()
     plugin = make_plugin(model, "2x2")
     failing = mock.Mock(side_effect=MemoryError("no memory is left"))
     with mock.patch.object(builder, "unit_costs", failing if os.environ["RANK"] == "0" else builder.unit_costs):
-        if face == "penstock.api.plugin":
+        if caller == "penstock.api.plugin":
             plugin.configure(model)
         else:
             parallelize(model, 2)
 
 
-@pytest.mark.parametrize("face", ["penstock.api.initialize", "penstock.api.plugin"])
-def test_an_error_in_the_estimate_of_rank_0_is_one_on_every_rank(pool: Pool, face: str) -> None:
-    first, second = pool.run(2, fail_to_estimate, face, outcomes=True, timeout=30)
+@pytest.mark.parametrize("caller", ["penstock.api.initialize", "penstock.api.plugin"])
+def test_an_error_in_the_estimate_of_rank_0_is_one_on_every_rank(pool: Pool, caller: str) -> None:
+    first, second = pool.run(2, fail_to_estimate, caller, outcomes=True, timeout=30)
     assert isinstance(first, MemoryError) and str(first) == "no memory is left"
     assert isinstance(second, RuntimeError) and str(second).startswith("rank 0 failed while "), second
     assert str(second).endswith("costs: MemoryError: no memory is left")

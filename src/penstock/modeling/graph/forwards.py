@@ -59,7 +59,7 @@ class Forwards:
     Attributes:
         functions: the units' shape functions; made at once if none are given, or those of other modules.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
-        call: the model's own forward, whatever a face makes of calling the model later.
+        call: the model's own forward, whatever a call of the model means later.
     """
 
     def __init__(self, model: nn.Module, units: dict[str, nn.Module], functions: ShapeFunctions | None = None) -> None:
