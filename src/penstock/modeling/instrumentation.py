@@ -60,14 +60,15 @@ class Record:
     aliases: list[tuple[str, ...]] = field(default_factory=list)
     tensor_parallel: WeightSharding | None = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `WeightSharding.apply` takes them
-    engine: Any = None
+    engine: Any = None  # runs it; see `runtime.reforming.engine_of`
     # What a call of the model means for now, the last one first; none: a step or an evaluation.
     meanings: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     configuration: Any = None  # what `initialize()` was asked for
-    criterion: Any = None  # what gives its loss; None for the model's own
+    # What gives its loss (a `graph.loss.Criterion`); None for the model's own.
+    criterion: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None
     stand_in: nn.Parameter | None = None  # for the optimizer of a rank that has nothing to train
     saver: Any = None  # writes its checkpoints in the background
-    example_inputs: Any = None  # of a forward, with which its units are found
+    example_inputs: dict[str, Any] | None = None  # of a forward, with which its units are found
     copied_from: Any = None  # of a copy, what runs the original; the copy has no engine until it is used
     shown: bool = False  # whether a ghost has what it lacks for the moment, see `shown_whole`
 
