@@ -34,6 +34,7 @@ from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import StepInputs, refuse_without_loss
+from penstock.runtime.options import SequenceParts
 from penstock.runtime.program import Program
 from penstock.runtime.report import numbered
 
@@ -76,28 +77,23 @@ def _evaluation(
 ) -> Iterator[tuple[Any, OutputForm | None]]:
     """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form. `joins`: whether
     it is that of whole sequences, where it is computed in parts; otherwise it has a part's share of the loss."""
+    everyone = call is Call.EVALUATE_TOGETHER
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
-    over_all_pipelines = call is Call.EVALUATE_TOGETHER
-    first = engine.place.pipeline * len(microbatches) if over_all_pipelines else 0
+    first = engine.place.pipeline * len(microbatches) if everyone else 0
     prepared = engine.prepare(microbatches, sizes, first, criterion, in_parts=in_parts)
-    if over_all_pipelines:
+    if everyone:
         refuse_without_loss(engine.split.model, prepared)
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
         with (
-            engine.together(call, settings, over_all_pipelines, partial(described, inputs, sizes)) as said,
+            engine.together(call, settings, everyone, partial(described, inputs, sizes)) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1
             states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
-            counts: Sequence[float] = prepared.total_counts() if engine.context.holds_output else ()
             sequences = parts.sequences if in_parts else None
-            if over_all_pipelines and engine.context.holds_output:
-                parts.totals.start_counts(counts)
-                counts = parts.totals.finish_counts()
-            elif sequences is not None and engine.context.holds_output:
-                counts = sequences.sums(counts)
+            counts = _counts(engine, prepared, everyone, sequences) if engine.context.holds_output else ()
             outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, counts)
             output = None
             if outputs:
@@ -112,6 +108,15 @@ def _evaluation(
                 with torch.no_grad():  # an output may be a parameter itself
                     output = merge_outputs(outputs, sizes, fields, grown)
             yield output, joint_form(plan.form for plan in prepared.plans)
+
+
+def _counts(engine: Engine, prepared: StepInputs, everyone: bool, sequences: SequenceParts | None) -> Sequence[float]:
+    """The numbers of terms in the means of the loss, over all that it is a mean of. For ranks of the last stage."""
+    counts = prepared.total_counts()
+    if everyone:
+        engine.parts.totals.start_counts(counts)
+        return engine.parts.totals.finish_counts()
+    return counts if sequences is None else sequences.sums(counts)
 
 
 @torch.no_grad()
