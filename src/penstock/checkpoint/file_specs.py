@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from penstock.modeling.instrumentation import known_of
 from penstock.checkpoint.files import BackgroundWork, SaveFunction, writing
 from penstock.checkpoint.manifest import MODEL, FileEntry, check_variant
 from penstock.checkpoint.model_state import held_state
 from penstock.checkpoint.staging import Replacement
 from penstock.checkpoint.tensors import DTYPES, dtype_name
 from penstock.checkpoint.untrusted import CheckpointError, Count, describe, typed
+from penstock.modeling.instrumentation import known_of
 from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
 from penstock.modeling.weights.whole import packed_weights, whole_shape
