@@ -234,7 +234,7 @@ OF_LIBRARIES = {
         "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_remove_unused_columns",
         "_get_collator_with_removed_columns", "_load_optimizer_and_scheduler", "_save_checkpoint",
         "_get_num_items_in_batch", "_total_train_tokens", "_metrics", "_precompute_ref_logps",
-        "_generate_and_score_completions", "_calculate_rewards",
+        "_generate_and_score_completions", "_calculate_rewards", "_compute_kl_logps", "_is_vision_dataset",
     },
 }  # fmt: skip
 

@@ -5,8 +5,8 @@
 
 Tiny models on CPU processes over gloo, with accumulation, clipping, weight decay, warm-up and a cosine schedule, labels
 of unequal number in each sample, and three evaluations on the way. Two pipelines are held to one process that
-accumulates the batches of both; with TRL, whose metrics depend on the number of processes, to two under DDP. The script
-is `tests/support/trainer_runs.py`, which the tests use, too.
+accumulates the batches of both; with TRL, whose metrics depend on the number of processes, to two under DDP. The
+scripts are those that the tests use: `trainer_runs.py` and `feedback_runs.py` in `tests/support/`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ import torch
 from measure import RESULTS, Comparison
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.feedback_runs import approve, judge
 from tests.support.pool import Pool
-from tests.support.trainer_runs import BATCH, differences, train_all
+from tests.support.trainer_runs import BATCH, differences, fine_tune, train
 
 ROWS: dict[str, dict[str, Any]] = {
     "GPT-2": {"name": "GPT-2"},
@@ -38,19 +39,29 @@ ROWS: dict[str, dict[str, Any]] = {
     "SFTTrainer": {"packing": False},
     "SFTTrainer, packing": {"packing": True},
     "SFTTrainer, packing, LoRA": {"packing": True, "lora": True},
+    "RewardTrainer": {},
+    "RewardTrainer, margins, centred, LoRA": {"margin": True, "center_rewards_coefficient": 0.1, "lora": True},
+    "KTOTrainer": {"desirable_weight": 1.3},
+    "KTOTrainer, LoRA": {"lora": True},
+    "KTOTrainer, apo_zero_unpaired": {"loss_type": "apo_zero_unpaired"},
 }
+# TRL's trainers, and their scripts; all other rows are of transformers' Trainer.
+SCRIPTS: dict[str, Callable[..., list[dict[str, float]]]] = {
+    "SFTTrainer": fine_tune, "RewardTrainer": judge, "KTOTrainer": approve,
+}  # fmt: skip
 # Stages and pipelines.
 LAYOUTS = {"2 stages": (2, 1), "3 stages": (3, 1), "2 pipelines of 2": (2, 2)}
 TYPES = {"float64": torch.float64, "float32": torch.float32}
 TARGET = 1e-6
-TIMEOUT = 600.0
+# How the pool runs a script.
+ALONE: dict[str, Any] = {"init": False, "timeout": 600.0}
 FIGURES = ("loss", "norm", "learning rate", "metrics", "weights")
 KINDS = {"loss": "loss", "grad_norm": "norm", "learning_rate": "learning rate", "weights": "weights"}
 
 NOTE = """\
 Each number is the largest absolute difference over all optimizer steps and ranks; of weights, over all numbers in the
 two saved files at the end. Metrics are everything else that is logged: the loss and the metrics of evaluations, whether
-accuracy, sums of predictions or of generated tokens, and TRL's entropy and token accuracy. T5 is trained by
+accuracy, sums of predictions or of generated tokens, and all figures that TRL logs. T5 is trained by
 Seq2SeqTrainer with `predict_with_generate`. The Trainer itself adds up the losses that it logs in float32.
 
 The last column is the largest difference of the same runs in single precision. There another order of the same sums is
@@ -61,17 +72,18 @@ def run(
     pool: Pool, folder: Path, row: str, dtype: torch.dtype, steps: int, **options: Any
 ) -> dict[str, dict[str, float]]:
     """The differences of each layout's run from the plain trainer's. `options` are further ones of the script."""
-    case = {row: {**ROWS[row], "dtype": dtype, **options}}
+    case = {**ROWS[row], "dtype": dtype, "steps": steps, **options}
+    script = SCRIPTS.get(row.partition(",")[0], train)
     plain, found = {}, {}
     for layout, (stages, pipelines) in LAYOUTS.items():
-        processes = pipelines if "packing" in case[row] else 1
+        processes = 1 if script is train else pipelines
         where = folder / f"plain-{processes}"
         if processes not in plain:
-            made = pool.run(processes, train_all, where, 0, processes, steps, case, init=False, timeout=TIMEOUT)
-            plain[processes] = made[0][row]
+            runs = pool.run(processes, script, where, stages=0, pipelines=processes, **case, **ALONE)
+            plain[processes] = runs[0]
         mine, ranks = folder / layout, stages * pipelines
-        logs = pool.run(ranks, train_all, mine, stages, pipelines, steps, case, init=False, timeout=TIMEOUT)
-        worst = [differences((log[row], mine / row), (plain[processes], where / row)) for log in logs]
+        logs = pool.run(ranks, script, mine, stages=stages, pipelines=pipelines, **case, **ALONE)
+        worst = [differences((log, mine), (plain[processes], where)) for log in logs]
         found[layout] = {name: max(one[name] for one in worst) for name in worst[0]}
     return found
 

@@ -171,7 +171,7 @@ class Booster:
         }
 
     def step_inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
-        """What a training step calls the model with. A class of your own may add to it."""
+        """What a training step on `batch` calls the model with. A class of your own may add to it."""
         return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 
 from penstock.trainer.pipeline_trainer import PipelineTrainerMixin
 
@@ -17,3 +17,11 @@ class PipelineDPOTrainer(PipelineTrainerMixin, DPOTrainer):
 
 class PipelineGRPOTrainer(PipelineTrainerMixin, GRPOTrainer):
     """TRL's GRPOTrainer over pipeline stages. Completions are generated over the stages."""
+
+
+class PipelineRewardTrainer(PipelineTrainerMixin, RewardTrainer):
+    """TRL's RewardTrainer over pipeline stages."""
+
+
+class PipelineKTOTrainer(PipelineTrainerMixin, KTOTrainer):
+    """TRL's KTOTrainer over pipeline stages."""

@@ -6,7 +6,7 @@ in `penstock.trainer.trl`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 from unittest import mock
@@ -159,9 +159,13 @@ class TrainerAdapter:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
+    def counting_labels(self) -> AbstractContextManager[None]:
+        """Around an evaluation's step, in which the Trainer counts labels: of this pipeline's batch, as the loss is."""
+        return counting_alone(self.trainer.args)
+
     def evaluate(
         self,
-        model: torch.nn.Module,
+        model: Callable[..., Any],
         inputs: Mapping[str, Any],
         number: torch.Tensor | int | None,
         return_outputs: bool = False,

@@ -33,7 +33,7 @@ from penstock.checkpoint.training_state import restore_object
 from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
-from penstock.trainer.adapter import counting_alone, not_over_pipelines
+from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.decisions import CommonDecisions
 from penstock.trainer.pipelines import EqualPipelines, Pipelines
 from penstock.trainer.plugin_pipelines import PluginPipelines
@@ -295,7 +295,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; a loss is of this pipeline's batch alone."""
-        with counting_alone(self.args):
+        with self.adapter.counting_labels():
             return super().prediction_step(*args, **kwargs)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -50,11 +50,6 @@ class GRPO(OwnLoss):
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def refuse_plugin(self) -> None:
-        raise not_over_pipelines(
-            "a HeterogeneousParallelPlugin with GRPOTrainer", 'use parallelism={"pipeline_parallel_size": ...}'
-        )
-
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
         for owner, refused in ((args, REFUSED_IF_SET), (self.trainer, REFUSED_IF_GIVEN)):

@@ -9,6 +9,7 @@ batch: what it logs then is what it logs in one process. Each pipeline is one pr
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from transformers import Trainer
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.outputs import NamedOutput, OutputForm
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
@@ -64,6 +66,15 @@ class OwnLoss(TrainerAdapter):
         self._loss = _LossOfOutputs(self)
         self._warned = False
 
+    @property
+    def name(self) -> str:
+        """Whose loss it is, in errors."""
+        return self.trainer_class
+
+    def refuse_plugin(self) -> None:
+        instead = 'use parallelism={"pipeline_parallel_size": ...}'
+        raise not_over_pipelines(f"a HeterogeneousParallelPlugin with {self.name}", instead)
+
     def while_made(self) -> AbstractContextManager[None]:
         return in_place_of_trls(type(self.trainer))
 
@@ -71,7 +82,7 @@ class OwnLoss(TrainerAdapter):
         super().begin()
         if self.engine.options.loss_chunk_tokens is not None:
             raise not_over_pipelines(
-                f"loss_chunk_tokens with {self.trainer_class}", "leave it out: its loss is of log-probabilities"
+                f"loss_chunk_tokens with {self.name}", "leave it out: its loss is of log-probabilities"
             )
 
     # -- what differs between trainers -------------------------------------------------------------------------------
@@ -138,7 +149,7 @@ class OwnLoss(TrainerAdapter):
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What `compute_loss` calls the model with, for this batch."""
-        asked = _ModelRecorder()
+        asked = _ModelRecorder(base_of(self.trainer.model).forward)
         try:
             self._compute(self._view(asked, {}), asked, batch)
         except _ModelIsCalled as call:
@@ -150,10 +161,14 @@ class OwnLoss(TrainerAdapter):
         """This microbatch's share of the loss of the batch; on the last stage."""
         parts = []
         for term, share in zip(self.terms(), inputs[SHARES], strict=True):
-            stand_in = _ModelStandIn(outputs)
-            loss = self._compute(self._view(stand_in, term.changes), stand_in, inputs[BATCH])
+            loss = self.of_microbatch(outputs, inputs[BATCH], term.changes)
             parts.append(loss * share.to(loss))
         return torch.stack(parts).sum()
+
+    def of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
+        """The loss of a part of the batch, of which the model gave these outputs, with changed attributes."""
+        stand_in = _ModelStandIn(outputs)
+        return self._compute(self._view(stand_in, changes), stand_in, batch)
 
     def of_whole_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
@@ -196,12 +211,13 @@ class OwnLoss(TrainerAdapter):
 
     def evaluate(
         self,
-        model: torch.nn.Module,
+        model: Callable[..., Any],
         inputs: Mapping[str, Any],
         number: torch.Tensor | int | None,
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        found = self.trainer.compute_loss_below(model, {**inputs}, return_outputs, number)
+        given = {"return_outputs": return_outputs, "num_items_in_batch": number}
+        found = self.trainer.compute_loss_below(model, {**inputs}, **given)
         return found if return_outputs else (found, None)
 
 
@@ -256,12 +272,15 @@ class _ModelIsCalled(BaseException):
 
 
 class _ModelRecorder:
-    """Stands for the model where it is asked what it is called with."""
+    """Stands for the model, of this `forward`, where it is asked what it is called with."""
 
     training = True
 
-    def __call__(self, **arguments: Any) -> Any:
-        raise _ModelIsCalled(arguments)
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._names = inspect.signature(forward).parameters
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        raise _ModelIsCalled({**dict(zip(self._names, given, strict=False)), **named})
 
 
 class _ModelStandIn:
@@ -272,7 +291,7 @@ class _ModelStandIn:
     def __init__(self, outputs: Any) -> None:
         self._outputs, self._called = outputs, False
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, *_: Any, **__: Any) -> Any:
         if self._called:
             raise not_over_pipelines("compute_loss", "it calls the model a second time, of which there are no outputs")
         self._called = True

@@ -1,14 +1,45 @@
-"""Figures of a reference model that are computed once, before training, for each sample of a data set."""
+"""The figures of a reference model: of each batch before its step, or once before training for each sample."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
+
+from penstock.trainer.trl.own_loss import OwnLoss
+
+
+class AgainstReference(OwnLoss):
+    """A trainer whose loss compares the model with a reference: the base of its adapters, or a second model over the
+    same stages. The reference's figures are computed before the step, as if they were precomputed."""
+
+    when_completed: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
+
+    @abstractmethod
+    def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What the reference gives for a batch, each of one number for a sample, by TRL's names."""
+
+    @contextmanager
+    def while_made(self) -> Iterator[None]:
+        self.trainer._precompute_ref_logps = self._precomputed
+        with super().while_made():
+            yield
+
+    def _precomputed(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """In place of the trainer's own method, which refuses data sets without a length."""
+        if not hasattr(dataset, "__len__"):
+            return type(self.trainer)._precompute_ref_logps(self.trainer, dataset, name, batch_size)
+        return with_columns(self.trainer, dataset, batch_size, self.reference)
+
+    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        known = any(name.startswith("ref_") for name in inputs)
+        return inputs if known else {**inputs, **self.reference(inputs)}
 
 
 def with_columns(

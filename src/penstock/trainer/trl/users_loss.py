@@ -1,0 +1,124 @@
+"""A trainer of the user's own, whose `compute_loss` needs only the model's outputs and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from penstock.modeling.collectives import OwnCollective
+from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError
+from penstock.trainer.adapter import Figures, NoFigures, not_over_pipelines
+from penstock.trainer.trl.own_loss import OwnLoss
+
+INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/your_own_loss.md"
+
+
+class UsersLoss(OwnLoss):
+    """Which mean the loss is, is seen when it is followed before the first step, as with any criterion. What it needs
+    besides outputs and inputs is missed there, and refused by name, on all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._followed = _FollowedLoss(self)
+
+    @property
+    def name(self) -> str:
+        owner = next(kind for kind in type(self.trainer).__mro__[1:] if kind.__module__.partition(".")[0] != "penstock")
+        return f"{owner.__name__}.compute_loss"
+
+    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+        given = {**inputs, **({} if number is None else {NUM_ITEMS: torch.as_tensor(number)})}
+        arguments = self.arguments(given)
+        for name in given.keys() & arguments.keys():
+            if given[name] is not arguments[name]:
+                raise not_over_pipelines(self.name, f"it gives the model another {name}. Change it in data_collator")
+        self._followed.batch, self._followed.own_inputs = [*given], given.keys() - arguments.keys()
+        return {**given, **arguments}
+
+    @property
+    def criterion(self) -> Criterion:
+        return self._followed
+
+    def divisor(self, inputs: Mapping[str, Any]) -> int:
+        trainer = self.trainer
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:  # the Trainer's own rule
+            scaled = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
+        return len(self.engine.layout.pipelines) * (1 if scaled else trainer.current_gradient_accumulation_steps)
+
+    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+        return NoFigures()
+
+    def counting_labels(self) -> AbstractContextManager[None]:
+        """What the number means that it is given is the affair of `compute_loss`, which has the plain Trainer's."""
+        return nullcontext()
+
+    def _compute(self, trainer: Any, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        number = batch.get(NUM_ITEMS)
+        inputs = {name: value for name, value in batch.items() if name != NUM_ITEMS}
+        before = _sizes(trainer)
+        try:
+            loss: torch.Tensor = trainer.compute_loss_below(model, inputs, num_items_in_batch=number)
+        except (CriterionError, ReachedInside, OwnCollective):
+            raise
+        except Exception as error:  # of whatever kind, in the user's code
+            what = f"{type(error).__name__}: {error}"
+            raise self._refusal(f"it needs more than the model's outputs and inputs ({what})") from error
+        if noted := [name for name, size in _sizes(trainer).items() if before.get(name) != size]:
+            raise self._refusal(f"it changes {', '.join(noted)} of the trainer, but runs on the last stage only")
+        return loss
+
+    def _view(self, model: Any, changes: Mapping[str, Any]) -> Any:
+        view = super()._view(model, changes)
+        view.accelerator = _NothingGathered(self.trainer.accelerator, self)
+        view.log = self._refuse_log
+        return view
+
+    def _refuse_log(self, *_: Any, **__: Any) -> None:
+        raise self._refusal("it calls log, but runs on the last stage only")
+
+    def _refusal(self, reason: str) -> CriterionError:
+        return CriterionError(str(not_over_pipelines(self.name, f"{reason}. {INSTEAD}")))
+
+
+class _FollowedLoss:
+    """The criterion of a `UsersLoss`.
+
+    Attributes:
+        batch: the names of the inputs that the trainer's batch has.
+        own_inputs: of these, what the model is not given.
+    """
+
+    def __init__(self, adapter: UsersLoss) -> None:
+        self._adapter = adapter
+        self.batch: list[str] = []
+        self.own_inputs: set[str] = set()
+
+    def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        batch = {name: inputs[name] for name in self.batch if name in inputs}
+        return self._adapter.of_microbatch(outputs, batch, {})
+
+
+class _NothingGathered:
+    """Stands for the accelerator on the last stage, where no other rank answers."""
+
+    def __init__(self, accelerator: Any, adapter: UsersLoss) -> None:
+        self._accelerator, self._adapter = accelerator, adapter
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
+            raise self._adapter._refusal(f"it calls accelerator.{name}, but runs on the last stage only")
+        return getattr(self._accelerator, name)
+
+
+def _sizes(trainer: Any) -> dict[str, tuple[int, int]]:
+    """What shows whether attributes of a trainer were set, or containers among them filled."""
+    held = {**vars(trainer), **{f"state.{name}": value for name, value in vars(trainer.state).items()}}
+    return {
+        name: (id(value), len(value) if isinstance(value, dict | list | set) else 0) for name, value in held.items()
+    }

@@ -1,0 +1,101 @@
+"""TRL's RewardTrainer and KTOTrainer with and without pipelines: the same script must give the same run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import HeterogeneousParallelPlugin
+from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
+from tests.support.feedback_runs import SIZES, approve, learn_all
+from tests.support.pool import Pool
+from tests.support.quantised import write_base
+from tests.support.trainer_runs import differences
+
+EXACT = 1e-10
+# The Trainer adds up what it logs of losses in single precision, in which TRL counts and divides, too.
+LOGGED = 1e-6
+ALWAYS = {"loss", "grad_norm", "num_tokens", "eval_loss", "eval_num_tokens", "weights"}
+FIGURES = {
+    "reward": ALWAYS | {"min_reward", "mean_reward", "max_reward", "accuracy", "margin", "eval_margin"},
+    "KTO": ALWAYS | {
+        "kl", "entropy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected", "rewards/chosen",
+        "rewards/rejected", "rewards/margins", "eval_kl", "eval_rewards/margins",
+    },
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "reward": {},
+    "reward, further": {
+        "margin": True, "center_rewards_coefficient": 0.1, "gradient_checkpointing": True, "lora": True,
+    },
+    "KTO": {"desirable_weight": 1.3},
+    "KTO, adapters": {"lora": True, "gradient_checkpointing": True},
+    "KTO, precomputed, without KL": {
+        "precompute_ref_log_probs": True, "loss_type": "apo_zero_unpaired", "train_sampling_strategy": "random",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "pipelines", "cases"),
+    [
+        (2, 1, [*CASES]),
+        (3, 1, ["reward", "KTO"]),
+        (2, 2, ["reward, further", "KTO", "KTO, adapters"]),
+    ],
+    ids=["2 stages", "3 stages", "2 pipelines of 2"],
+)
+def test_feedback_is_learned_alike_with_and_without_pipelines(
+    pool: Pool, tmp_path: Path, stages: int, pipelines: int, cases: list[str]
+) -> None:
+    """Losses, all figures that are logged, and weights. Several pipelines are held to as many plain processes."""
+    chosen = {case: CASES[case] for case in cases}
+    plain = pool.run(pipelines, learn_all, tmp_path / "plain", 0, pipelines, chosen, init=False, timeout=240)[0]
+    for run in pool.run(stages * pipelines, learn_all, tmp_path, stages, pipelines, chosen, init=False, timeout=280):
+        for case in cases:
+            found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
+            assert found.keys() >= FIGURES[case.split(",")[0]], case
+            assert found["weights"] < EXACT, (case, found)
+            assert not {name: value for name, value in found.items() if value > LOGGED}, case
+
+
+def kto_resumed(folder: Path, stages: int, resume: bool) -> list[dict[str, float]]:
+    return approve(folder, stages, lora=True, save_strategy="steps", save_steps=2, eval_strategy="no", resume=resume)
+
+
+def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
+    plain, folder = kto_resumed(tmp_path / "plain", 0, False), tmp_path / "split"
+    pool.run(3, kto_resumed, folder, 3, False, init=False, timeout=180)
+    shutil.rmtree(folder / "checkpoint-4")
+    for logs in pool.run(2, kto_resumed, folder, 2, True, init=False, timeout=180):
+        found = differences((logs, folder), (plain, tmp_path / "plain"))
+        assert found["weights"] < EXACT
+        # TRL counts tokens from where its process began.
+        assert not {name: value for name, value in found.items() if value > LOGGED and name != "num_tokens"}
+
+
+def test_half_precision_and_a_base_in_4_bits_give_the_plain_run(pool: Pool, tmp_path: Path) -> None:
+    """TRL makes adapters of a quantised base bfloat16, in which sums in another order are seen."""
+    packed = write_base("llama", tmp_path / "base", **SIZES)
+    half = {"dtype": torch.float32, "bf16": True, "learning_rate": 1e-4}
+    few = {"steps": 2, "eval_strategy": "no"}
+    cases: dict[str, Any] = {
+        "reward": {**half, **few},
+        "KTO, half": {**half, **few},
+        "KTO, 4 bits": {"packed": packed, "lora": True, "dtype": torch.float32, "learning_rate": 1e-4, **few},
+    }
+    plain = learn_all(tmp_path / "plain", 0, 1, cases)
+    for runs in pool.run(2, learn_all, tmp_path / "split", 2, 1, cases, init=False, timeout=240):
+        for name, logs in runs.items():
+            found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
+            assert not {figure: value for figure, value in found.items() if value > 5e-2}, name
+
+
+@pytest.mark.parametrize("kind", [PipelineRewardTrainer, PipelineKTOTrainer])
+def test_a_plugin_and_so_an_elastic_run_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf"HeterogeneousParallelPlugin with {kind.__name__[8:]} does not work over"):
+        kind(None, parallelism=HeterogeneousParallelPlugin(microbatch_size=2))
