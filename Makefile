@@ -1,6 +1,9 @@
 # Every target creates the virtual environment first when it is missing or older than what it is made from.
 PYTHON ?= python3
-VENV := .venv
+# make test-fast TORCH=2.14.1 tests with that version, in an environment of its own.
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN := runs/demo
@@ -17,7 +20,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make demo    train, save, merge, reload and sample a small GPT-2 over $(STAGES) processes (STAGES=3 STEPS=200)"
 	@echo "make demo-elastic  four processes train, two are killed, one joins: what happens, beside a run left alone"
-	@echo "make test    all tests; make test-fast leaves out the slow ones"
+	@echo "make test    all tests; make test-fast leaves out the slow ones; TORCH=2.14.1 tests with another version of torch"
 	@echo "make test-slurm  the launch scripts under a SLURM of four virtual nodes (Debian: slurm-wlm and munge, as root)"
 	@echo "make lint    ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make docs    the site of docs/ and the public API, in site/; a dead link is an error"
@@ -31,7 +34,8 @@ install: $(STAMP)
 # constraints.txt holds torch to one version: with a CPU wheel on offer pip takes it, and no CUDA libraries.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]' $(PIP_FLAGS)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test]' $(PIP_FLAGS)
 	touch $@
 
 demo: $(STAMP)

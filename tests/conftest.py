@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ LONG = ("docs/test_docs", "cli/test_cli")
 
 def file_of(item: pytest.Item) -> str:
     return str(item.path.relative_to(Path(__file__).parent).with_suffix(""))
+
+
+def pytest_report_header() -> str:
+    """What is tested, so that a log says it."""
+    return ", ".join(f"{name} {metadata.version(name)}" for name in ("penstock", "torch", "transformers"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,15 +73,7 @@ def main() -> int:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        if options.device == "emulated":
-            use_emulated_device()
-        if shared := os.environ.get(SHARED):
-            use_shared_card(shared)
-        faulthandler.dump_traceback_later(LIMIT - 10)
-        check, arguments = json.loads(options.worker)
-        # The end of a process that has lost another may take longer than what is measured.
-        print(json.dumps(CHECKS[check](**arguments)), flush=True)
-        return 0
+        return work(options.worker, options.device, CHECKS)
     cards = torch.cuda.device_count() if options.device == "cuda" else 1
     if cards != 1 and cards < options.ranks:
         print(f"this machine has {cards} GPUs: use one, or {options.ranks} for {options.ranks} ranks; try --device cpu")
@@ -89,6 +81,19 @@ def main() -> int:
     shared = options.device != "cpu" and cards == 1
     transport = "host" if options.device == "emulated" else options.transport
     return check_all(options.device, options.ranks, options.only, transport if shared else "", options.rounds)
+
+
+def work(worker: str, device: str, checks: Mapping[str, Callable[..., dict[str, Any]]]) -> int:
+    """What a rank does: the check that `worker` names, with its arguments, whose answer it prints."""
+    if device == "emulated":
+        use_emulated_device()
+    if shared := os.environ.get(SHARED):
+        use_shared_card(shared)
+    check, arguments, limit = json.loads(worker)
+    faulthandler.dump_traceback_later(limit - 10)
+    # The end of a process that has lost another may take longer than what is measured.
+    print(json.dumps(checks[check](**arguments)), flush=True)
+    return 0
 
 
 def use_emulated_device() -> None:
@@ -180,9 +185,17 @@ def compare_throughput(device: str, ranks: int, sharing: dict[str, str], rounds:
 
 
 def run(
-    check: str, ranks: int, device: str, arguments: dict[str, Any], environment: dict[str, str]
+    check: str,
+    ranks: int,
+    device: str,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+    script: str = __file__,
+    limit: float = LIMIT,
+    before: Sequence[str] = (),
 ) -> tuple[list[Any], float]:
-    """Every rank's answer, the end of what it printed in place of one, None for one that was killed; and seconds."""
+    """Every rank's answer, the end of what it printed in place of one, None for one that was killed; and seconds.
+    `before` are words before each rank's command."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
     start = time.monotonic()
     processes = []
@@ -193,19 +206,19 @@ def run(
         variables |= {name: str(value) for name, value in places.items()} | {"TRANSFORMERS_VERBOSITY": "error"}
         if device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        worker = json.dumps([check, arguments])
-        command = [sys.executable, str(Path(__file__).resolve()), "--device", device, "--worker", worker]
+        worker = json.dumps([check, arguments, limit])
+        command = [*before, sys.executable, str(Path(script).resolve()), "--device", device, "--worker", worker]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
     answers: list[Any] = []
     for process in processes:
         try:
-            output, errors = process.communicate(timeout=max(1.0, start + LIMIT - time.monotonic()))
+            output, errors = process.communicate(timeout=max(1.0, start + limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
             print(errors[-4000:], file=sys.stderr)  # with where its threads were
-            errors = f"it hangs: stopped after {LIMIT:.0f} s"
+            errors = f"it hangs: stopped after {limit:.0f} s"
         if process.returncode == -signal.SIGKILL and not errors.startswith("it hangs"):
             answers.append(None)
             continue
@@ -263,8 +276,8 @@ def wait_in_every_block(model: Any) -> None:
             block.register_full_backward_hook(lambda *_: wait_for_device())
 
 
-def exact(schedule: str, waits: bool = False, eager: bool = False) -> dict[str, Any]:
-    """Two steps; losses and gradients of the second against the unsplit model's."""
+def exact(schedule: str, waits: bool = False, eager: bool = False, steps: int = 2) -> dict[str, Any]:
+    """Some steps; losses and gradients of the last against the unsplit model's."""
     if eager:
         local = None
         if torch.cuda.is_available():
@@ -276,7 +289,7 @@ def exact(schedule: str, waits: bool = False, eager: bool = False) -> dict[str, 
     expected_loss, expected = unsplit_on(model.device, plain)
     if waits:
         wait_in_every_block(model)
-    for _ in range(2):
+    for _ in range(steps):
         model.zero_grad()
         losses = []
         for output in model(**make_batch()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
+from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET
 
 
 class Lost(Exception):
@@ -22,6 +24,11 @@ class Board:
     """Gives up the channels, as the real one does."""
 
     channels: P2PChannels
+    failed = False
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("rank 7 was lost")
 
     def lost_connection(self, doing: str, peers: Sequence[int], error: RuntimeError) -> Exception:
         self.channels.clear()
@@ -62,6 +69,22 @@ class Group:
     recv = send
 
 
+class StuckGroup:
+    """Sends never end, as those on gloo whose other side died while they were half in the socket."""
+
+    def __init__(self) -> None:
+        self.waiting, self.ends = threading.Event(), threading.Event()
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> StuckGroup:
+        return self
+
+    recv = send
+
+    def wait(self) -> None:
+        self.waiting.set()
+        self.ends.wait()
+
+
 @pytest.fixture
 def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChannel]:
     """Makes a channel to rank 7 over a `Group`, and nothing else that refers to that."""
@@ -74,6 +97,24 @@ def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChanne
         return board.channels.channel(2, Message.GRADIENT, upper=False)
 
     return make
+
+
+def test_a_send_that_never_ends_holds_no_rank_whose_job_has_failed(channel_over: Callable[[Any], P2PChannel]) -> None:
+    group = StuckGroup()
+    channel = channel_over(group)
+    channel.send([torch.zeros(FITS_IN_A_SOCKET)])
+    board: Any = channel._channels.board
+
+    def fail() -> None:
+        group.waiting.wait()
+        board.failed = True
+
+    watcher = threading.Thread(target=fail)
+    watcher.start()
+    with pytest.raises(Lost, match="rank 7 was lost"):
+        channel.release()
+    watcher.join()
+    group.ends.set()
 
 
 def message(size: int, first: int = 0) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.runtime.comm.gloo import wait_for_send
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.report import label
 
@@ -148,7 +149,10 @@ class P2PChannel:
         while len(in_flight) > keep:
             tensors, work = in_flight.popleft()
             try:
-                work.wait()
+                if self._channels.converts:  # a stream waits, not this thread
+                    work.wait()
+                else:
+                    wait_for_send(work, sum(tensor.nbytes for tensor in tensors), self._channels.board.check)
             except RuntimeError as error:
                 del work
                 raise self._lost("sending", error) from None
