@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
+from trl import SFTConfig, SFTTrainer
 
 import penstock
 from penstock.checking.compare import ACCUMULATED, EXACT
@@ -31,6 +33,7 @@ from penstock.planning.unit_cost import LiveBytes
 from tests.support.peaks import sampled_peak
 from tests.support.pool import Pool
 from tests.support.quantised import ROUNDING, differences, plain_step, quantisation, split_step, story
+from tests.support.trainer_runs import PipelineSFTTrainer, defaults, over, sentences, tokenizer
 from tests.support.training import live_bytes, parallelize
 
 SIZES: dict[str, Any] = {
@@ -377,3 +380,30 @@ def test_expert_parallelism_is_refused_with_what_to_do_instead() -> None:
         load_stage(transformers.MixtralForCausalLM, str(base("mixtral")), [], [], distributed_config=asked)
     with pytest.raises(ValueError, match="experts are packed in 4 bits only"):
         penstock.PackedExpertsConfig(load_in_4bit=False, load_in_8bit=True)
+
+
+def fine_tune(source: Path, folder: Path, stages: int) -> list[float]:
+    """Three steps of TRL's trainer, which puts the adapters on; what it logs."""
+    given: dict[str, Any] = {**defaults(folder, 3, 1), "bf16": False, "eval_strategy": "no", "save_strategy": "no"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=config_of("nf4")
+    )
+    torch.manual_seed(1)
+    trainer: Any = (PipelineSFTTrainer if stages else SFTTrainer)(
+        model,
+        SFTConfig(max_length=16, **{**given, "optim": "sgd", "learning_rate": 0.5}),
+        train_dataset=Dataset.from_list([{"text": text} for text in sentences(24, 1)["text"]]),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        **over(stages),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_fine_tuning_packed_experts_by_trl_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    expected = fine_tune(base("gpt-oss"), tmp_path / "plain", 0)
+    assert len(expected) == 3 and max(expected) - min(expected) > 0.001
+    for losses in pool.run(2, fine_tune, base("gpt-oss"), tmp_path / "split", 2, init=False, timeout=240):
+        assert losses == pytest.approx(expected, abs=1e-4)
