@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -91,3 +92,13 @@ def test_offloading_and_recomputing_are_exact_and_hold_less(pool: Pool, tmp_path
     ratios = {way: first[way] / first["nothing"] for way in WAYS}
     assert ratios["recomputed, files"] < ratios["recomputed"] < ratios["products kept"] < 1, ratios
     assert ratios["files"] < 0.7, ratios
+
+
+def with_weights_elsewhere() -> str:
+    with pytest.raises(ValueError, match="on the meta device, without values") as caught:
+        parallelize(accelerate.cpu_offload(build(), execution_device=torch.device("cpu")), 2)
+    return str(caught.value)
+
+
+def test_weights_that_accelerate_keeps_elsewhere_are_refused_with_what_to_do(pool: Pool) -> None:
+    assert all("penstock.from_pretrained()" in said for said in pool.run(2, with_weights_elsewhere))

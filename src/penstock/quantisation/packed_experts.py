@@ -73,7 +73,6 @@ class _Pack(Bnb4bitQuantize):  # type: ignore[misc]  # a library without types
     """Packs what was loaded for one entry of the model: the weight of a linear layer, or a stack of experts."""
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
-
         stacks = {name for name in input_dict if self.hf_quantizer._is_packed(model, name)}
         plain = {name: value for name, value in input_dict.items() if name not in stacks}
         found: dict[str, Any] = super().convert(plain, model=model, **kwargs)
