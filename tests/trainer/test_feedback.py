@@ -95,6 +95,17 @@ def test_half_precision_and_a_base_in_4_bits_give_the_plain_run(pool: Pool, tmp_
             assert not {figure: value for figure, value in found.items() if value > 5e-2}, name
 
 
+def test_single_precision_gives_the_same_figures_up_to_rounding(pool: Pool, tmp_path: Path) -> None:
+    """With SGD: Adam divides gradients that are mere rounding by their own size."""
+    single = {"dtype": torch.float32, "optim": "sgd", "steps": 2, "eval_steps": 2}
+    cases: dict[str, Any] = {"reward": single, "KTO": single}
+    plain = learn_all(tmp_path / "plain", 0, 1, cases)
+    for runs in pool.run(3, learn_all, tmp_path / "split", 3, 1, cases, init=False, timeout=180):
+        for name, logs in runs.items():
+            found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
+            assert not {figure: value for figure, value in found.items() if value > 1e-5}, name
+
+
 @pytest.mark.parametrize("kind", [PipelineRewardTrainer, PipelineKTOTrainer])
 def test_a_plugin_and_so_an_elastic_run_is_refused_by_name(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"HeterogeneousParallelPlugin with {kind.__name__[8:]} does not work over"):

@@ -1,4 +1,7 @@
-"""TRL's trainers over pipelines: one adapter for each that has a loss or figures of its own. Imports nothing of TRL."""
+"""Trainers with a loss or figures of their own over pipelines: an adapter for each of TRL's, `UsersLoss` for others.
+
+Imports nothing of TRL: a class is known by its module and name.
+"""
 
 from __future__ import annotations
 
