@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "pipelines", "cases"),
     [
@@ -78,6 +79,7 @@ def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: P
         assert not {name: value for name, value in found.items() if value > LOGGED and name != "num_tokens"}
 
 
+@pytest.mark.slow
 def test_half_precision_and_a_base_in_4_bits_give_the_plain_run(pool: Pool, tmp_path: Path) -> None:
     """TRL makes adapters of a quantised base bfloat16, in which sums in another order are seen."""
     packed = write_base("llama", tmp_path / "base", **SIZES)

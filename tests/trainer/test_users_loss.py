@@ -106,7 +106,10 @@ def train_each(folder: Path, stages: int, pipelines: int) -> list[list[dict[str,
 ACCEPTED = (Shifted, Counted, Doubled)
 
 
-@pytest.mark.parametrize(("stages", "pipelines"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("stages", "pipelines"),
+    [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
 def test_a_loss_of_outputs_and_inputs_gives_the_run_of_the_plain_trainer(
     pool: Pool, tmp_path: Path, stages: int, pipelines: int
 ) -> None:
