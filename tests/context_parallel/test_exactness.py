@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.context_parallel_ranks import (
     DECODERS,
+    REFUSED,
     bytes_received,
     evaluate_in_parts,
     evaluate_unsplit,
@@ -13,6 +14,7 @@ from tests.support.context_parallel_ranks import (
     oracle,
     train_in_parts,
     train_on_unlike_batches,
+    train_refused,
 )
 from tests.support.pool import Pool
 from tests.support.training import EXACT, assert_steps_equal
@@ -45,6 +47,13 @@ def test_what_mixes_tokens_outside_of_attention_is_refused_by_name(pool: Pool, f
     for error in pool.run(2, train_in_parts, family, "padded", outcomes=True):
         assert isinstance(error, NotImplementedError), error
         assert "context_parallel_size" in str(error)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_parts_cannot_compute_is_refused_by_name(pool: Pool, case: str) -> None:
+    for error in pool.run(2, train_refused, case, outcomes=True):
+        assert isinstance(error, NotImplementedError), error
+        assert REFUSED[case] in str(error)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

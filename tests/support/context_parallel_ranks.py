@@ -89,6 +89,43 @@ def evaluate_in_parts(family: str, **options: int) -> tuple[float, torch.Tensor]
     return float(found.loss), found.logits
 
 
+# What is refused in training, and words of the error.
+REFUSED = {
+    "a router's balance loss": "output_router_logits",
+    "a mask of four dimensions": "attention_mask of shape",
+    "a criterion that sums": "over sum of the batch",
+    "a criterion that shifts": "takes shift_labels",
+    "an input without tokens": "cannot cut the input",
+}
+
+
+def train_refused(case: str) -> None:
+    """On a worker: a step that parts cannot compute."""
+    model = _initialize("mixtral" if "router" in case else "llama")
+    inputs, options = inputs_of("packed"), {}
+    match case:
+        case "a router's balance loss":
+            inputs["output_router_logits"] = True
+        case "a mask of four dimensions":
+            inputs["attention_mask"] = torch.ones(SAMPLES, 1, TOKENS, TOKENS, dtype=torch.bool)
+        case "a criterion that sums":
+            options["criterion"] = _summed
+        case "a criterion that shifts":
+            options["criterion"] = _shifted
+        case "an input without tokens":
+            inputs["pixel_values"] = torch.ones(SAMPLES, 3, 4, 4)
+    run_step(lambda **given: model(**given, **options), inputs)
+
+
+def _shifted(output: Any, inputs: Batch, reduction: str = "mean") -> torch.Tensor:
+    logits, labels = output.logits[:, :-1], inputs["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+def _summed(output: Any, inputs: Batch) -> torch.Tensor:
+    return _shifted(output, inputs, "sum")
+
+
 def train_on_unlike_batches() -> None:
     model = _initialize("llama")
     inputs = inputs_of("padded")

@@ -9,7 +9,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,10 @@ class Comparison:
                 self.num_stages = model.pipeline.context.pipeline.num_stages
                 losses = lambda: (output.loss for output in model(**self.inputs))  # noqa: E731
                 ours = TrainingResult.of(model, losses, self.steps, self.whole.rate)
+                if self.configuration.context_parallel_size > 1:  # each pipeline has a part of each loss
+                    values = model.pipeline.sum_over_pipelines([*map(float, ours.losses.values())])
+                    totals = torch.tensor(values, dtype=torch.float64).unbind()
+                    ours = replace(ours, losses=dict(zip(ours.losses, totals, strict=True)))
         except Exception as error:
             return [_failed("training", error)]
         said = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]

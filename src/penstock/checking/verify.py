@@ -93,7 +93,8 @@ def verify(
         make_model: returns a whole model; or, as for `penstock check`, a class of transformers or its name, a
             configuration, or the folder of a checkpoint: then with the weights in the folder, else with random ones.
         batch: keyword arguments of the model, on the CPU, or what returns them. Without it one is made up.
-        config, criterion: as for `initialize`. There is one pipeline, of as many processes as it has ranks.
+        config, criterion: as for `initialize`. There is one pipeline, of as many processes as it has ranks, or one for
+            each part of a sequence.
         steps: optimizer steps, all on the same batch.
         layers: makes a model of a configuration with so many layers only.
         trust_remote_code: whether code beside a checkpoint may be run.
@@ -112,7 +113,8 @@ def verify(
         raise ValueError("layers= is for checkpoints, classes and configurations: your code makes its model itself")
     if torch.cuda.is_initialized():
         raise RuntimeError("verify() forks processes that use the CPU: call it before anything uses the GPU")
-    ranks = stages * configuration.tensor_parallel_size
+    parts = configuration.context_parallel_size
+    ranks = stages * configuration.tensor_parallel_size * parts
     if named:
         make = partial(build, make, layers, ranks, trust_remote_code)
     launch = LaunchConfig(
@@ -167,9 +169,11 @@ def _on_rank(
         except Exception as error:  # of the user's code, or the same on all ranks
             return f"the unsplit model does not run: {type(error).__name__}: {error}"
         rows = compared.rows(folder)
+        parts = configuration.context_parallel_size
+        in_parts = f", each sequence in {parts} parts," if parts > 1 else ""
         about = (
             f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} parameters, over "
-            f"{compared.num_stages} stages ({compared.schedule}) beside itself unsplit; {steps} "
+            f"{compared.num_stages} stages ({compared.schedule}){in_parts} beside itself unsplit; {steps} "
             f"steps, {str(dtype_of(model)).removeprefix('torch.')}"
             f"{', dropout and the like set to zero' if noise else ''}"
         )

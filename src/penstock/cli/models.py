@@ -87,10 +87,13 @@ def verify(
         str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the two options below.")
+        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the options below.")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="pipeline_parallel_size; 2 by default.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="num_microbatches.")] = None,
+    context_parallel: Annotated[
+        int | None, typer.Option(min=1, help="context_parallel_size: over so many parts of each sequence.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, on the same batch.")] = 3,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Compare a model of so many layers; for checkpoints and classes.")
@@ -109,7 +112,11 @@ def verify(
 
     from penstock.checking.verify import verify as verify_model
 
-    keys = {"pipeline_parallel_size": stages, "num_microbatches": microbatches}
+    keys = {
+        "pipeline_parallel_size": stages,
+        "num_microbatches": microbatches,
+        "context_parallel_size": context_parallel,
+    }
     given = {name: value for name, value in keys.items() if value is not None}
     if config is not None and given:
         raise ValueError(f"--config says it all: leave out what stands for {', '.join(given)}")

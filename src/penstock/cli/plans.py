@@ -165,6 +165,9 @@ def plan(
     ] = False,
     quantization: Quantization = None,
     lora_rank: Rank = None,
+    context_parallel: Annotated[
+        int, typer.Option(min=1, help="context_parallel_size: so many devices share every sequence.")
+    ] = 1,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the first plan's step: .svg, or .json for Perfetto.")] = None,
@@ -175,6 +178,7 @@ def plan(
     """
     with waiting("planning"):
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
+        from penstock.planning.parts import groups_of, in_parts
         from penstock.planning.plan import Job
         from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
@@ -212,6 +216,11 @@ def plan(
         links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
         cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
         names = planned_schedules() if schedule == AUTO else (schedule,)
+        if context_parallel > 1:
+            groups = groups_of(cluster, context_parallel)
+            if groups is None:
+                raise ValueError(f"the devices of a class, or a node, are no multiple of {context_parallel} parts")
+            found, cluster = in_parts(found, context_parallel, cluster.inside), groups
         job = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from penstock.context_parallel.attention import KNOWN, Exchange, computing, connect
 from penstock.context_parallel.sequence import SHIFTED, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
-from penstock.modeling.graph.loss import Criterion, LossRule, LossTerm
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule, LossTerm
 from penstock.modeling.stage.outputs import form_of, output_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.context import RankContext
@@ -95,7 +95,7 @@ class ContextParallel:
 
     def _part_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> SequencePart:
         length = length_of(inputs)
-        term = _shifted(self._split.plan(_first_tokens(inputs, length), criterion=criterion).loss)
+        term = _shifted(self._mean_of(_first_tokens(inputs, length), criterion))
         positions = self.positions(inputs.get("attention_mask"), length) if self.takes_positions else None
         part = cut_inputs(
             inputs,
@@ -106,8 +106,22 @@ class ContextParallel:
             positions=positions,
         )
         part.by_heads, part.shares = self.by_heads, self.exchange.size * self._num_shards
-        _refuse_loss(self._split.plan(part, criterion=criterion).loss)
+        _refuse_loss(self._mean_of(part, criterion))
         return part
+
+    def _mean_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> LossRule | None:
+        """The rule of the loss as a mean, which tells what it compares with labels; of a sum this is not seen."""
+        if NUM_ITEMS not in inputs:
+            return self._split.plan(inputs, criterion=criterion).loss
+        kept = {name: value for name, value in inputs.items() if name != NUM_ITEMS}
+        if isinstance(inputs, SequencePart):
+            kept = inputs.with_inputs(kept)
+        try:
+            return self._split.plan(kept, criterion=criterion).loss
+        except CriterionError as error:
+            raise NotImplementedError(
+                f"context_parallel_size needs a criterion that takes a mean where it is given no {NUM_ITEMS}: {error}"
+            ) from error
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the parts."""
@@ -170,8 +184,8 @@ def _refuse_loss(rule: LossRule | None) -> None:
             f"({rule.reason or 'another term is added'}): leave the rest out, such as output_router_logits"
         )
     for term in rule.terms:
-        if term.kind not in ("tokens", "sum") or term.start or term.stop is not None:
+        if term.kind != "tokens" or term.start or term.stop is not None:
             raise NotImplementedError(
                 f"context_parallel_size needs a loss over tokens that takes {SHIFTED}, as those of transformers' "
-                f"causal language models do, but this one is a mean over {term.kind} of {term.input or 'the batch'}"
+                f"causal language models do, as a mean, but this one is over {term.kind} of {term.input or 'the batch'}"
             )

@@ -91,6 +91,12 @@ class SequencePart(dict[str, Any]):
         self.cut, self.packed, self.by_heads, self.shares = cut, packed, True, cut.size
         self.separates = self.needs_tokens = False
 
+    def with_inputs(self, inputs: Mapping[str, Any]) -> SequencePart:
+        """The same part, with other inputs."""
+        made = SequencePart(inputs, self.cut, self.packed)
+        made.by_heads, made.shares = self.by_heads, self.shares
+        return made
+
 
 def length_of(inputs: Mapping[str, Any]) -> int:
     """Tokens in each sequence of a microbatch. Raises NotImplementedError if there are none."""

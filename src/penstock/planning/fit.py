@@ -13,12 +13,15 @@ from torch import nn
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
 from penstock.planning.memory import HeldBytes, memory_of_ranks
+from penstock.planning.parts import groups_of, in_parts
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import FollowedForward, chunked_head, follow, profile_model
 from penstock.schedule.registry import PLAIN
 
+# Devices that may share every sequence; first what changes least.
+PARTS = (1, 2, 4, 8)
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
 
@@ -43,6 +46,7 @@ class TrainingSetup:
     plan: Plan | None  # the best one; None if it does not fit
     larger: Plan | None = None  # then the one that it would be with more memory
     reason: str = ""  # and why it does not fit
+    context_parallel: int = 1  # devices that share every sequence; the plan's stand for so many each
 
     @property
     def shown(self) -> Plan | None:
@@ -79,13 +83,16 @@ def ways(
 ) -> list[TrainingSetup]:
     found = []
     for recipe, chunk, profile in profiles:
-        job = Job(profile, cluster, num_microbatches, schedules=(schedule,))
-        shares = shares_of(job) if recipe.sharded else [0]
-        if not shares:
-            continue
-        for checkpointing in (False, True):
-            jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
-            found.append(TrainingSetup(recipe, checkpointing, chunk, *_planned(jobs)))
+        for parts in PARTS if "length" in profile.about else PARTS[:1]:
+            groups = groups_of(cluster, parts)
+            if groups is None:
+                continue
+            shared = profile if parts == 1 else in_parts(profile, parts, cluster.inside)
+            job = Job(shared, groups, num_microbatches, schedules=(schedule,))
+            shares = shares_of(job) if recipe.sharded else [0]
+            for checkpointing in (False, True) if shares else ():
+                jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
+                found.append(TrainingSetup(recipe, checkpointing, chunk, *_planned(jobs), context_parallel=parts))
     return found
 
 

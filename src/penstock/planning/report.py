@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from penstock.layout.announce import compact
 from penstock.planning.fit import TrainingSetup, best, nearest
 from penstock.planning.memory import readable, unit_of
+from penstock.planning.parts import KEY
 from penstock.planning.plan import Plan
 from penstock.tables import WIDTH, as_text
 
@@ -33,7 +34,8 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
         + (f" of {samples}" + (f" x {about['length']} tokens" if "length" in about else "") if samples else "")
         + ", activations recomputed" * bool(job.checkpointing)
         + " on some ranks" * (job.checkpointing == "stages")
-        + ", optimizer sharded" * bool(job.sharded),
+        + ", optimizer sharded" * bool(job.sharded)
+        + (f", {about[KEY]} devices to a sequence, which stand as one" if KEY in about else ""),
         caption="Pipelines are ranks x microbatches. "
         f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}. "
         + "Speed is relative to the best equal pipelines"
@@ -65,6 +67,8 @@ def section_of(plan: Plan) -> dict[str, Any] | None:
         section["microbatch_size"] = about["microbatch"]
     if plan.job.sharded:
         section["sharded_optimizer"] = True
+    if KEY in about:
+        section[KEY] = about[KEY]
     if "loss_chunk_tokens" in about:
         section["loss_chunk_tokens"] = about["loss_chunk_tokens"]
     if len(first.stages) > 1:
@@ -147,11 +151,14 @@ def fit_text(
     )  # fmt: skip
     title = f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens"
     title += "; sharded: replicas divide the optimizer's state" * any(way.recipe.sharded for way in shown)
+    title += "; parts: devices that share every sequence" * any(way.context_parallel > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
     for way, own in zip(shown, parts, strict=True):
         sizes = [f"{size / scale:.2f}" for size in own.values()]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
+        if way.context_parallel > 1:
+            marks += ", " * bool(marks) + f"{way.context_parallel} parts"
         rate = samples * (tokens or 1) / way.plan.seconds if way.plan else math.nan
         speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
@@ -164,6 +171,8 @@ def fit_text(
     verdict = "It fits: " if limited else "Without a limit of memory (--memory 24GB) the fastest is: "
     verdict += chosen.recipe.name + ", activations recomputed" * chosen.checkpointing
     verdict += ", loss in chunks" * (chosen.loss_chunk_tokens is not None)
+    if chosen.context_parallel > 1:
+        verdict += f", {chosen.context_parallel} devices to a sequence, which stand as one rank below"
     verdict += f", {shape_of(plan)} (ranks x microbatches); the fullest device needs {readable(plan.fullest[1].total)}."
     lines = [as_text(verdict, title, table, *_pipelines(plan)), to_paste(plan)]
     lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)

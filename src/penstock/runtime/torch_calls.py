@@ -139,7 +139,7 @@ def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *
     if not engines:
         accelerates_own(scheduler, *args, **kwargs)
         return
-    state = SimpleNamespace(num_processes=len(engines[0].layout.pipelines))
+    state = SimpleNamespace(num_processes=engines[0].layout.num_replicas)
     with mock.patch.object(accelerates, "AcceleratorState", lambda: state):
         accelerates_own(scheduler, *args, **kwargs)
 

@@ -89,17 +89,18 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
 
     @property
     def num_processes(self) -> int:
-        """The number of pipelines: accelerate divides data and counts samples by it."""
-        return len(self.engine.layout.pipelines)
+        """How many batches the pipelines take: accelerate divides data and counts samples by it."""
+        return self.engine.layout.num_replicas
 
     @property
     def process_index(self) -> int:
-        return self.engine.place.pipeline
+        return self.engine.context.replica
 
     @property
     def first_ranks(self) -> list[int]:
-        """A rank of each pipeline."""
-        return [min(pipeline.ranks()) for pipeline in self.engine.layout.pipelines]
+        """A rank of those that take each batch."""
+        layout = self.engine.layout
+        return [min(layout.of_replica(replica)[0].ranks()) for replica in range(layout.num_replicas)]
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -113,7 +113,8 @@ class TrainerAdapter:
     def divisor(self, inputs: Mapping[str, Any]) -> int:
         """By what a step's losses are divided. A mean over its batch alone is averaged over the batches of the
         accumulation, and over the pipelines'."""
-        batches: int = self.trainer.current_gradient_accumulation_steps * len(self.engine.layout.pipelines)
+        replicas = self.engine.layout.num_replicas if self.engine.own_means else 1
+        batches: int = self.trainer.current_gradient_accumulation_steps * replicas
         return 1 if NUM_ITEMS in inputs else batches
 
     def figures(self, inputs: Mapping[str, Any]) -> Figures:

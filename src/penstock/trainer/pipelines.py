@@ -144,13 +144,18 @@ class EqualPipelines(Pipelines):
         # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
         halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if trainer.accelerator.native_amp else {}
         engine.autocast = halves.get(trainer.accelerator.mixed_precision)
-        # As in the plain Trainer, for which a batch is what one process has.
-        engine.own_means = True
+        # As in the plain Trainer, for which a batch is what one process has. Of one in parts no pipeline has the mean.
+        engine.own_means = engine.layout.context_parallel_size == 1
+        if not engine.own_means and type(trainer.adapter) is not TrainerAdapter:
+            raise NotImplementedError(
+                f"context_parallel_size with a {type(trainer).__name__}, which looks at whole sequences itself: train "
+                "with PipelineTrainer"
+            )
         PipelineAccelerator.take_over(trainer.accelerator, trainer.model)
 
     def samples_per_step(self, args: TrainingArguments) -> int:
         per_pipeline: int = self.trainer._train_batch_size * args.gradient_accumulation_steps
-        return per_pipeline * len(self.engine.layout.pipelines)
+        return per_pipeline * self.engine.layout.num_replicas
 
     def loader(self, own: Callable[[], Any]) -> Any:
         return own()

@@ -1,0 +1,154 @@
+"""What one does with sequences that are shared out: adapters, generation, resuming, the Trainer, verify and fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import penstock
+from penstock.checking.compare import EXACT as IS_EXACT
+from penstock.checking.verify import verify
+from penstock.planning.cluster import Cluster, DeviceClass, Link
+from penstock.planning.fit import Recipe, profiles_of, ways
+from penstock.planning.parts import groups_of, in_parts
+from penstock.planning.report import section_of
+from penstock.trainer.pipeline_trainer import PipelineTrainer
+from tests.support.context_parallel_ranks import DECODERS, SAMPLES, inputs_of
+from tests.support.pool import Pool
+from tests.support.training import EXACT, gradients_of, kept_in_double, run_step, unsplit_step
+
+
+def llama() -> Any:
+    return DECODERS["llama"].build(use_cache=False)
+
+
+def with_adapters() -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(llama(), config).double()
+
+
+def gradients_of_adapters() -> dict[str, torch.Tensor | None]:
+    with kept_in_double():
+        model = penstock.initialize(with_adapters(), pipeline_parallel_size=1, context_parallel_size=2)
+        model.gradient_checkpointing_enable()
+        run_step(model, inputs_of("padded"))
+    return gradients_of(model)
+
+
+def test_adapters_over_layers_that_are_recomputed_have_the_unsplit_gradients(pool: Pool) -> None:
+    expected = unsplit_step(with_adapters(), (inputs_of("padded"), 1.0)).gradients
+    for found in pool.run(2, gradients_of_adapters):
+        for name, gradient in found.items():
+            wanted = expected[name]
+            assert (gradient is None) == (wanted is None)
+            assert gradient is None or wanted is None or float((gradient - wanted).abs().max()) < EXACT
+
+
+def train(folder: str | None, parts: int, stages: int, until: int) -> tuple[list[float], torch.Tensor]:
+    """On a worker: go on from a checkpoint, train up to a step, save; and what the model generates then."""
+    with kept_in_double():
+        model = penstock.initialize(
+            llama(), pipeline_parallel_size=stages, context_parallel_size=parts, num_microbatches=2
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        manager = penstock.CheckpointManager(folder, model=model, optimizer=optimizer, every=1)
+        losses = []
+        for step in range(manager.resume(), until):
+            optimizer.zero_grad()
+            run_step(model, inputs_of("packed"))
+            losses.append(float(model.pipeline.last_step.global_loss))
+            optimizer.step()
+            manager.save(step + 1)
+        return losses, model.generate(inputs_of("packed")["input_ids"][:2, :5], max_new_tokens=4, do_sample=False)
+
+
+def test_a_run_goes_on_with_another_number_of_parts_and_generates_as_the_unsplit_model(
+    pool: Pool, tmp_path: Path
+) -> None:
+    model, losses, folder = llama(), [], str(tmp_path)
+    with kept_in_double():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(**inputs_of("packed")).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+        tokens = model.eval().generate(inputs_of("packed")["input_ids"][:2, :5], max_new_tokens=4, do_sample=False)
+    found = []
+    for ranks, parts, stages, until in ((2, 2, 1, 2), (4, 2, 2, 3), (2, 1, 2, 4)):
+        results = pool.run(ranks, train, folder, parts, stages, until)
+        found += results[0][0]
+        generated = results[0][1]
+    assert found == pytest.approx(losses, rel=1e-8)
+    assert torch.equal(generated, tokens)
+
+
+def fit_trainer(folder: str, parallelism: dict[str, Any] | None) -> list[float]:
+    """The logged losses, in training and in evaluation."""
+    rows = [{name: value[row] for name, value in inputs_of("padded").items()} for row in range(SAMPLES)]
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+        eval_strategy="steps", eval_steps=3, learning_rate=1e-2, report_to=[], save_strategy="no", use_cpu=True,
+    )  # fmt: skip
+    options: dict[str, Any] = {"args": arguments, "train_dataset": rows, "eval_dataset": rows}
+    with kept_in_double():
+        if parallelism is None:
+            trainer: Any = Trainer(llama(), **options)
+        else:
+            trainer = PipelineTrainer(llama(), parallelism=parallelism, **options)
+        trainer.train()
+    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "eval_loss") if key in entry]
+
+
+def test_the_trainer_logs_what_it_logs_without_parts(pool: Pool, tmp_path: Path) -> None:
+    keys = {"pipeline_parallel_size": 1, "context_parallel_size": 2}
+    expected = fit_trainer(str(tmp_path / "plain"), None)
+    for found in pool.run(2, fit_trainer, str(tmp_path / "parts"), keys):
+        assert len(expected) == 4 and found == pytest.approx(expected, abs=1e-6)
+
+
+def test_verify_finds_a_model_in_parts_exact() -> None:
+    found = verify(llama, config={"pipeline_parallel_size": 1, "context_parallel_size": 2}, steps=2)
+    assert [row.result for row in found.rows] == [IS_EXACT] * len(found.rows), str(found)
+    assert "each sequence in 2 parts" in found.about
+
+
+def test_fit_shares_long_sequences_out_where_nothing_else_fits() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
+            )
+        )
+    recipe = Recipe("float32", torch.float32)
+    ((_, _, profile), *_) = profiles_of(model, [recipe], 1, 8192, 1e12)
+    memory = 0.7 * min(way.shown.fullest[1].total for way in ways_of(profile, 1e15, parts=1))
+    found = [way for way in ways_of(profile, memory) if way.plan is not None]
+    assert found and all(way.context_parallel > 1 for way in found)
+    section = section_of(found[0].plan)
+    assert section is not None
+    sizes = section["model_parallelism"]
+    assert sizes["context_parallel_size"] * sizes["pipeline_parallel_size"] in (2, 4)
+
+
+def ways_of(profile: Any, memory: float, parts: int | None = None) -> list[Any]:
+    cluster = Cluster((DeviceClass("device", 4, memory=memory),), inside=Link(1e-5, 1e10))
+    found = ways(iter([(Recipe("float32", torch.float32), None, profile)]), cluster, 8)
+    return [way for way in found if parts in (None, way.context_parallel)]
+
+
+def test_a_part_costs_its_share_and_what_it_receives() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=512))
+    ((_, _, profile), *_) = profiles_of(model, [Recipe("float32", torch.float32)], 1, 1024, 1e12)
+    whole, part = profile.units[1], in_parts(profile, 4, Link(0.0, 1e9)).units[1]
+    assert (part.weights, part.gradients, part.kept) == (whole.weights, whole.gradients, whole.kept / 4)
+    assert part.forward == pytest.approx(whole.forward / 4 + 4 * 1024 * 64 * 4 * 3 / 16 / 1e9)
+    assert groups_of(Cluster((DeviceClass("device", 6),)), 4) is None
