@@ -134,7 +134,11 @@ def penstock_pipeline(arguments: dict[str, Any], made: list[Any] | None = None) 
     model = penstock.initialize(build(arguments), {"model_parallelism": section})
     if made is not None:
         made.append(model)
-    return penstock_step(model, tokens(arguments))
+    step = penstock_step(model, tokens(arguments))
+    if not arguments.get("trace"):
+        return step
+    schedule = model.pipeline.make_schedule(1).name  # what "auto" has chosen
+    return lambda: {**step(), "schedule": schedule}
 
 
 def saved_and_loaded(arguments: dict[str, Any]) -> Step:

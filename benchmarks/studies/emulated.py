@@ -21,7 +21,7 @@ from turns import Figures, Step, barrier, serve
 
 import penstock
 from penstock.layout.partition import split_into
-from penstock.runtime.gradients.weight_gradients import Deferred, WeightGradientQueues
+from penstock.runtime.gradients.weight_gradients import DeferredGradient, WeightGradientQueues
 from penstock.schedule import build
 
 WIDTH = 16
@@ -68,7 +68,7 @@ class _Sleep(torch.autograd.Function):
         block = ctx.block
         sleep(block.backward_seconds)
         if block.queues is not None and block.queues.deferring:
-            block.queues.defer(Deferred((), partial(sleep, block.weight_seconds)))
+            block.queues.defer(DeferredGradient((), partial(sleep, block.weight_seconds)))
         else:
             sleep(block.weight_seconds)
         return None, gradient, gradient.sum((0, 1))

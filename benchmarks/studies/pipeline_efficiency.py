@@ -1,6 +1,7 @@
 """How close pipelines come to their schedules' ideal, beside their peers.
 
-Six parts, each with a result file in benchmarks/results: real compute on two cores, memory against the number of
+Seven parts, each with a result file in benchmarks/results: real compute on two cores, the same beside each
+schedule's own bound, memory against the number of
 microbatches, emulated devices, a tiny model that shows the cost of the machinery itself, that of the executor alone,
 and how well the simulator predicts real compute.
 """
@@ -96,6 +97,64 @@ def real_compute(rounds: int, steps: int, contestants: Collection[str], file: st
     draw(table.figures, file)
 
 
+# Of these the noise is told: the same thing twice.
+AGAIN = ("two processes apart", "penstock 1f1b")
+BOUNDED = ("1f1b", "zb-h1", "zb-h2", "zb-v", "auto")
+
+
+def bounds(rounds: int, steps: int, starts: int) -> None:
+    """Real compute beside what it could be: two processes apart, which exchange nothing (the ceiling), and for each
+    schedule its own bound, simulated with its recorded action times and free of any cost of its own. What a step takes
+    more than the ceiling is told in milliseconds: its schedule's bubble, processor time beyond the unsplit layers', and
+    the rest, which is waiting."""
+    common = {**SHAPE, "num_microbatches": 8, "micro_batch_size": 2, "warmup": 2}
+    own = {f"penstock {'by default' if name == 'auto' else name}": bound_of(name, common) for name in BOUNDED}
+    peers = ("one process, one thread", "DDP", "torch Schedule1F1B", "torch ScheduleInterleaved1F1B")
+    chosen = {name: CONTESTANTS[name] for name in (*peers, "two processes apart", *own)}
+    chosen |= {f"{name}, again": CONTESTANTS[name] for name in AGAIN}
+    results = side_by_side(
+        {
+            name: ("contestants.py", processes, {**common, **arguments}, threads)
+            for name, (arguments, processes, threads) in chosen.items()
+        },
+        rounds,
+        steps,
+        starts=starts,
+    )
+    apart = results["two processes apart"]
+    columns = ("", "ms a step", "of the ceiling", "bound", "of its bound", "bubble ms", "more CPU ms", "rest ms")
+    config = {**common, "steps": steps, "rounds": rounds, "starts": starts}
+    table = Comparison("bounds", "Two stages on two cores beside their bounds", columns, config, results)
+    ceiling = median_of(apart, "seconds") * 1e3
+    for name, runs in results.items():
+        milliseconds = median_of(runs, "seconds") * 1e3
+        if math.isnan(milliseconds):
+            table.add_missing(name)
+            continue
+        figures = {"ms": milliseconds, "of_ceiling": ratio_of(apart, runs, "seconds")}
+        cells = [f"{milliseconds:.0f}", f"{figures['of_ceiling']:.3f}", *[""] * 5]
+        bound = own.get(name.removesuffix(", again"))
+        if bound is not None:
+            bubble = ceiling * (1 / bound - 1)
+            cpu = (median_of(runs, "cpu") - median_of(apart, "cpu")) * 1e3
+            left = {"bubble": bubble, "cpu": cpu, "rest": milliseconds - ceiling - bubble - cpu}
+            figures |= {"bound": bound, "of_bound": figures["of_ceiling"] / bound, **left}
+            cells[2:] = [f"{bound:.3f}", f"{figures['of_bound']:.3f}", *(f"{each:.0f}" for each in left.values())]
+        table.add(name, cells, **figures)
+    table.write("What is named twice tells the noise. CPU: of a rank, in the median over both.")
+
+
+def bound_of(schedule: str, common: dict[str, Any]) -> float:
+    """The best that a schedule can reach of the ceiling, with the action times of one recorded step."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        arguments = {**common, "steps": 1, "kind": "penstock", "schedule": schedule, "trace": str(trace)}
+        chosen = run_ranks("contestants.py", 2, arguments)["schedule"][0]
+        plan = build(chosen, 2, common["num_microbatches"])
+        found = simulate(plan, costs_of(trace, plan.num_stages))
+    return sum(found.busy) / (len(found.busy) * found.makespan)
+
+
 def memory() -> None:
     """Peak resident memory per rank for few and many microbatches."""
     runs: dict[str, dict] = {}
@@ -172,12 +231,13 @@ def tiny(rounds: int, steps: int) -> None:
         rounds,
         steps,
     )
-    columns = ("", "microseconds per microbatch")
+    columns = ("", "microseconds per microbatch", "of torch's 1F1B")
     title = "A tiny model: the cost of the machinery"
     table = Comparison("tiny", title, columns, {**common, "steps": steps, "rounds": rounds}, medians_of(results))
     cost = {name: median_of(runs, "seconds") / common["num_microbatches"] * 1e6 for name, runs in results.items()}
     for name, microseconds in cost.items():
-        table.add(name, [f"{microseconds:.0f}"], microseconds=microseconds)
+        ratio = ratio_of(results[name], results["torch Schedule1F1B, two stages"], "seconds")
+        table.add(name, [f"{microseconds:.0f}", f"{ratio:.3f}"], microseconds=microseconds, of_torch_1f1b=ratio)
     # One stage does the same computation as the plain loop, in a forward and a backward action per microbatch.
     extra = (cost["penstock, one stage, one process"] - cost["a plain loop, one process"]) / 2
     table.write(f"One stage adds {extra:.0f} microseconds per action to the plain loop over the same microbatches.")
@@ -237,13 +297,15 @@ def prediction(rounds: int, steps: int) -> None:
     table.write()
 
 
-def costs_of(trace: Path) -> Costs:
+def costs_of(trace: Path, num_stages: int = 2) -> Costs:
     """Median seconds of F, B and W on each stage in a recorded step."""
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in json.loads(trace.read_text())["traceEvents"]:
         if event.get("cat") in ("F", "B", "W"):
             durations[event["cat"], event["args"]["stage"]].append(event["dur"] * 1e-6)
-    forward, backward, weight = ([statistics.median(durations[kind, stage]) for stage in (0, 1)] for kind in "FBW")
+    forward, backward, weight = (
+        [statistics.median(durations[kind, stage] or [0.0]) for stage in range(num_stages)] for kind in "FBW"
+    )
     return Costs(forward=forward, backward=backward, weight=weight)
 
 
@@ -296,6 +358,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "real": lambda options: real_compute(
         options.rounds, options.steps, options.contestants, f"real_compute{options.label}", options.starts
     ),
+    "bounds": lambda options: bounds(options.rounds, options.steps, options.starts),
     "memory": lambda options: memory(),
     "emulated": lambda options: emulated(
         1, options.steps, options.seconds, sizes_of(options.sizes), options.schedules, f"emulated{options.label}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 # A step's figures: its loss, and maybe others.
-Figures = dict[str, float]
+Figures = dict[str, Any]
 Step = Callable[[], Figures]
 
 

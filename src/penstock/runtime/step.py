@@ -159,8 +159,8 @@ class TrainingStep:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
-                fault = self._fault_of_body()
-                if fault is not None:
+                if not self._called or self._gradient_changed():
+                    fault = self._fault_of_body()
                     with after(fault):  # the others get it as a failure of this rank
                         self._run_to_the_end(losses, str(fault))
                     raise fault
@@ -179,14 +179,14 @@ class TrainingStep:
             self._output = self._loss = None  # a loss's hook refers to the step: garbage that Python cannot see
             board.position.leave()
 
-    def _fault_of_body(self) -> LoopError | None:
+    def _fault_of_body(self) -> LoopError:
         """What the loop's body did that it must not, or left out."""
-        if not self._called:
-            return LoopError(
-                f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on each "
-                "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
-            )
-        return LoopError(CHANGED) if self._gradient_changed() else None
+        if self._called:
+            return LoopError(CHANGED)
+        return LoopError(
+            f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on each "
+            "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
+        )
 
     def _run_actions(self) -> Generator[torch.Tensor, None, None]:
         """Run this rank's part of the schedule; gives each loss whose backward is due."""

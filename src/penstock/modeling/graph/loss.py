@@ -134,6 +134,9 @@ class LossTerm:
         return number
 
 
+_NOTHING = nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class LossRule:
     """How the batch's loss is put together from its microbatches' losses.
@@ -170,15 +173,16 @@ class LossRule:
     def shares(self, counts: Sequence[float], totals: Sequence[float]) -> tuple[float, ...]:
         """This microbatch's share of each of the batch's means, see `counted`, with `totals` over all pipelines. A mean
         over nothing in the whole batch is what the model gives for that, NaN."""
-        return tuple(
+        shares = [
             count / total if term.kind != "sum" and total else 1.0
             for term, count, total in zip(self.counted, counts, totals, strict=True)
-        )
+        ]
+        return tuple(shares)
 
     def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
         """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
         if self.rest is None and len(self.terms) == 1 and self.terms[0].weights is None:
-            return nullcontext()
+            return _NOTHING
         weighted = {call: term.weights for term in self.terms if term.weights is not None for call in term.calls}
         base = self._base(shares)
         weights = {

@@ -48,6 +48,8 @@ from penstock.random_state import (
     sources_of,
 )
 
+_NOTHING = nullcontext()
+
 
 class SplitModel:
     """The part of a model that one rank of a pipeline holds, and how to run it.
@@ -181,7 +183,7 @@ class SplitModel:
     # Sees what forwards leave behind, while somebody wants to know.
     kept_state: KeptState | None = None
     # Entered around each forward, and around the following of one, with its inputs.
-    computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(lambda _: nullcontext())
+    computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(lambda _: _NOTHING)
     # Of how many tokens a plan's head makes the logits at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
