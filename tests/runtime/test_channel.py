@@ -70,7 +70,7 @@ class Group:
 
 
 class StuckGroup:
-    """Sends never end, as those on gloo whose other side died while they were half in the socket."""
+    """Transfers never end, as those on gloo whose other side died in the middle of them."""
 
     def __init__(self) -> None:
         self.waiting, self.ends = threading.Event(), threading.Event()
@@ -99,10 +99,13 @@ def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChanne
     return make
 
 
-def test_a_send_that_never_ends_holds_no_rank_whose_job_has_failed(channel_over: Callable[[Any], P2PChannel]) -> None:
-    group = StuckGroup()
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_transfer_that_never_ends_holds_no_rank_whose_job_has_failed(
+    channel_over: Callable[[Any], P2PChannel], sends: bool
+) -> None:
+    group, tensor = StuckGroup(), torch.zeros(FITS_IN_A_SOCKET)
     channel = channel_over(group)
-    channel.send([torch.zeros(FITS_IN_A_SOCKET)])
+    channel.send([tensor]) if sends else channel.post_receive([tensor])
     board: Any = channel._channels.board
 
     def fail() -> None:
@@ -112,7 +115,7 @@ def test_a_send_that_never_ends_holds_no_rank_whose_job_has_failed(channel_over:
     watcher = threading.Thread(target=fail)
     watcher.start()
     with pytest.raises(Lost, match="rank 7 was lost"):
-        channel.release()
+        channel.release() if sends else channel.receive()
     watcher.join()
     group.ends.set()
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.gloo import wait_for_send
+from penstock.runtime.comm.gloo import Waitable, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.report import label
 
@@ -113,9 +113,9 @@ class P2PChannel:
         try:
             if channels.labels:
                 with label(f"receive {self.name}"):
-                    work.wait()
+                    self._wait(work, buffers)
             else:
-                work.wait()
+                self._wait(work, buffers)
         except RuntimeError as error:
             del work
             raise self._lost("receiving", error) from None
@@ -149,14 +149,17 @@ class P2PChannel:
         while len(in_flight) > keep:
             tensors, work = in_flight.popleft()
             try:
-                if self._channels.converts:  # a stream waits, not this thread
-                    work.wait()
-                else:
-                    wait_for_send(work, sum(tensor.nbytes for tensor in tensors), self._channels.board.check)
+                self._wait(work, tensors)
             except RuntimeError as error:
                 del work
                 raise self._lost("sending", error) from None
             del tensors  # not before they have left
+
+    def _wait(self, work: Waitable, tensors: list[torch.Tensor]) -> None:
+        if self._channels.converts:  # a stream waits, not this thread
+            work.wait()
+        else:
+            wait_for_transfer(work, sum(tensor.nbytes for tensor in tensors), self._channels.board.check)
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""

@@ -32,7 +32,8 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
 # Of so many ranks, `in_trees` has all pairs.
 ALL_IN_TREES = 5
-# Bytes of a message that the system takes at once. Messages of 800 kB never got stuck, of 8 MB one in four did.
+# Bytes of a message that the system takes at once. Where one side was killed, sends and receives of 8 MB never ended in
+# one of four runs, those of 800 kB in none of 60.
 FITS_IN_A_SOCKET = 1 << 17
 # Of the first message of a pair, and of one that nobody sends.
 _FIRST_TAG, _NO_TAG = (1 << 30) - 2, (1 << 30) - 1
@@ -164,14 +165,13 @@ def wait_for_all(work: dist.Work, check: Callable[[], object]) -> None:
     work.wait()
 
 
-def wait_for_send(work: Waitable, num_bytes: int, check: Callable[[], object]) -> None:
-    """Wait for a send of so many bytes; `check` ends the wait by what it raises. If the other side dies while a message
-    is half in the socket, gloo tells nobody, and nothing wakes who waits: the wait for a large one may be left behind.
-    """
+def wait_for_transfer(work: Waitable, num_bytes: int, check: Callable[[], object]) -> None:
+    """Wait for a send or a receive of so many bytes; `check` ends the wait by what it raises. If the other side dies in
+    the middle of a message, gloo tells nobody and nothing wakes who waits: the wait for a large one is left behind."""
     if num_bytes < FITS_IN_A_SOCKET:
         work.wait()
         return
-    outcome = in_thread(work.wait, "penstock-sending")
+    outcome = in_thread(work.wait, "penstock-transfer")
     while not wait([outcome], LAST_PAUSE).done:
         check()
     outcome.result()
