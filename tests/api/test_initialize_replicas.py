@@ -18,7 +18,7 @@ import penstock
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.runtime.formation import PIECE_BYTES, copy_from_first_holders
 from penstock.runtime.gradients.ownership import HeldParameter
-from tests.support.families import FAMILIES, batch
+from tests.support.families import FAMILIES, batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (
     EXACT,
@@ -44,17 +44,13 @@ def unsplit(*batches: Batch, family: str = "gpt2") -> Step:
     return unsplit_step(FAMILIES[family].build(), *weigh(FAMILIES[family].kind, batches))
 
 
-def build() -> torch.nn.Module:
-    return FAMILIES["gpt2"].build()
-
-
 # ---------------------------------------------------------------- on the workers
 
 
 def train_on_own_batches(replicas: Sequence[Sequence[Batch]], waiting: int = 0, zero: bool = True) -> list[Step]:
     """A step on each of this replica's batches, of which the first `waiting` only accumulate."""
     with kept_in_double():
-        model = parallelize(build(), STAGES)
+        model = parallelize(gpt2(), STAGES)
         steps = []
         for number, inputs in enumerate(replicas[model.data_parallel_rank]):
             if zero:
@@ -79,7 +75,7 @@ def storages_of(model: torch.nn.Module) -> dict[int, int]:
 
 def held_in_a_step(sharded: bool) -> tuple[float, float]:
     """Bytes of this rank's weights, and the most that a step holds besides after a backward."""
-    model: Any = parallelize(FAMILIES["gpt2"].build(n_embd=256, n_head=2), 1, sharded_optimizer=sharded)
+    model: Any = parallelize(gpt2(n_embd=256, n_head=2), 1, sharded_optimizer=sharded)
     weights, before, most = sum(parameter.nbytes for parameter in model.parameters()), storages_of(model), 0
     for _ in range(2):
         model.zero_grad()
@@ -102,7 +98,7 @@ def train_with_loader(kind: str, num_samples: int, batch_size: int) -> list[tupl
     """An epoch, each replica reading its own batches; returns each batch as one dict of tensors, and its step."""
     dataset = samples_of(num_samples)
     with kept_in_double():
-        model = parallelize(build(), STAGES)
+        model = parallelize(gpt2(), STAGES)
         rank, size = model.data_parallel_rank, model.data_parallel_size
         if kind == "sampler":
             sampler = DistributedSampler(dataset, num_replicas=size, rank=rank, shuffle=True, seed=3)
@@ -122,7 +118,7 @@ def train_with_loader(kind: str, num_samples: int, batch_size: int) -> list[tupl
 
 
 def start_from_other_weights() -> dict[str, torch.Tensor]:
-    model = build()
+    model = gpt2()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.distributed.get_rank())
@@ -234,7 +230,7 @@ def test_weights_of_any_size_type_and_layout_pass_from_holder_to_holder(pool: Po
 
 def orders_of_an_unseeded_shuffle() -> list[int]:
     torch.manual_seed(torch.distributed.get_rank())
-    parallelize(build(), STAGES)
+    parallelize(gpt2(), STAGES)
     loader = DataLoader(range(100), batch_size=100, shuffle=True)
     return [number for _ in range(2) for samples in loader for number in samples.tolist()]
 
@@ -255,7 +251,7 @@ def test_an_unseeded_shuffle_has_one_order_on_all_ranks_of_a_pipeline(pool: Pool
 
 def warnings_of_batches(seeds: Sequence[int]) -> list[list[str]]:
     """Of each of two steps on a batch drawn from a seed of this rank's: what is warned of equal batches."""
-    model: Any = penstock.initialize(FAMILIES["gpt2"].build(), pipeline_parallel_size=1, num_microbatches=2)
+    model: Any = penstock.initialize(gpt2(), pipeline_parallel_size=1, num_microbatches=2)
     found = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as seen:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from penstock.runtime.comm import rollcall
-from tests.support.families import FAMILIES, batch
+from tests.support.families import batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (
     EXACT,
@@ -34,10 +34,6 @@ from tests.support.training import (
 SHAPES = [(4, 9), (3, 17), (7, 5), (1, 12), (4, 9)]
 
 
-def build() -> Any:
-    return FAMILIES["gpt2"].build()
-
-
 def batches(shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Batch]:
     return [batch("causal", size, tokens, seed) for seed, (size, tokens) in enumerate(shapes)]
 
@@ -53,7 +49,7 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_every_step_may_have_another_batch_size_and_length(pool: Pool, stages: int) -> None:
     found = pool.run(stages, train_family, "gpt2", stages, batches())
     for number, inputs in enumerate(batches()):
-        assert_steps_equal([steps[number] for steps in found], unsplit_step(build(), (inputs, 1.0)))
+        assert_steps_equal([steps[number] for steps in found], unsplit_step(gpt2(), (inputs, 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +68,12 @@ def test_a_batch_is_cut_as_configured_and_uneven_microbatches_are_exact(
     inputs = batch("causal", samples)
     found = pool.run(2, train_family, "gpt2", 2, [inputs], **option)
     assert [len(steps[0].losses) for steps in found] == [count, count]
-    assert_steps_equal([steps[0] for steps in found], unsplit_step(build(), (inputs, 1.0)))
+    assert_steps_equal([steps[0] for steps in found], unsplit_step(gpt2(), (inputs, 1.0)))
 
 
 def halve_in_place() -> tuple[float, float]:
     """The sum of the losses as they were yielded, and the loss that the step reports."""
-    model = parallelize(build(), 2, num_microbatches=3)
+    model = parallelize(gpt2(), 2, num_microbatches=3)
     total = 0.0
     for output in model(**batch("causal", 3)):
         total += output.loss.item()
@@ -97,7 +93,7 @@ def test_the_reported_loss_is_the_models_whatever_the_loop_does_to_it(pool: Pool
 def accumulate(divisor: int, waits: bool) -> dict[str, torch.Tensor | None]:
     """Gradients of several batches added up, each loss divided."""
     with kept_in_double():
-        model = parallelize(build(), 2)
+        model = parallelize(gpt2(), 2)
         for inputs in batches()[: divisor - waits]:
             if waits:
                 with model.no_sync():
@@ -112,7 +108,7 @@ def accumulate(divisor: int, waits: bool) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize("waits", [True, False])
 def test_divided_losses_accumulate_to_the_mean_gradient_of_several_batches(pool: Pool, waits: bool) -> None:
     """With and without no_sync(); the tied weight is on both stages and counts once."""
-    model = build()
+    model = gpt2()
     expected: dict[str, Any] = {}
     for inputs in batches()[:4]:
         for name, gradient in unsplit_step(model, (inputs, 0.25)).gradients.items():
@@ -142,7 +138,7 @@ def freeze(model: nn.Module, what: str) -> None:
 
 def train_frozen(stages: int, plan: Sequence[str], schedule: str) -> list[Step]:
     with kept_in_double():
-        model = parallelize(build(), stages, schedule=schedule)
+        model = parallelize(gpt2(), stages, schedule=schedule)
         steps = []
         for number, what in enumerate(plan):
             freeze(model, what)
@@ -157,7 +153,7 @@ def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stag
     """Parts of a stage, whole stages below or above the trained ones, with equal shapes at every cut."""
     plan = ["not the embeddings", "not the first half", "all", "the last normalisation only", "the first layer only"]
     found = pool.run(ranks, train_frozen, stages, plan, schedule)
-    model = build()
+    model = gpt2()
     for number, what in enumerate(plan):
         freeze(model, what)
         expected = unsplit_step(model, (batch("causal", 4, seed=number), 1.0))
@@ -170,7 +166,7 @@ def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stag
 def train_fully(ranks: int, stages: int, early: bool, norm_type: float) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Several steps of AdamW with clipping and a schedule of the learning rate; the optimizer made early or late."""
     with kept_in_double():
-        model = build()
+        model = gpt2()
         if early:
             optimizer = adamw(model)
         if ranks > 0:
@@ -207,7 +203,7 @@ def test_training_with_clipping_and_a_schedule_ends_at_the_unsplit_weights(
 ) -> None:
     expected, expected_norms = train_fully(0, 1, early, norm_type)
     assert min(expected_norms) > 0.1, "nothing was clipped"
-    start = parameters_of(build())
+    start = parameters_of(gpt2())
     moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
     assert moved > 0.02, "the weights hardly moved"
     for parameters, norms in pool.run(ranks, train_fully, ranks, stages, early, norm_type):
@@ -256,7 +252,7 @@ CLIPPING: dict[str, Callable[[Any], torch.Tensor]] = {
 def clip_in_each_way(stages: int, **options: Any) -> dict[str, tuple[float, dict[str, torch.Tensor | None]]]:
     """The norm and the gradients after each way of clipping the same gradients; `stages` is 0 for the unsplit model."""
     with kept_in_double():
-        model: Any = FAMILIES["gpt2"].build(vocab_size=98)
+        model: Any = gpt2(vocab_size=98)
         inputs = batch("causal", 4)
         if stages:
             model = parallelize(model, stages, **options)
@@ -292,7 +288,7 @@ def test_torchs_own_clipping_is_by_the_whole_models_norm(
 
 
 def clip_what_no_rank_can() -> list[str]:
-    model = parallelize(build(), 2)
+    model = parallelize(gpt2(), 2)
     run_step(model, batch("causal", 4))
     stranger = nn.Linear(2, 2)
     stranger(torch.ones(1, 2)).sum().backward()
@@ -358,7 +354,7 @@ OVER_ALL: list[Callable[[Any], torch.optim.Optimizer]] = [
 
 
 def step_over_all(make: Callable[[Any], torch.optim.Optimizer], early: bool) -> str:
-    model = build()
+    model = gpt2()
     optimizer = make(model.parameters())
     model = parallelize(model, 2)
     if not early:
@@ -384,7 +380,7 @@ def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Po
 
 
 def clip_wrongly() -> list[str]:
-    model = parallelize(build(), 2)
+    model = parallelize(gpt2(), 2)
     run_step(model, batch("causal", 4))
     messages = []
     for number, options in enumerate([{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"max_norm": 1.0}]):

@@ -196,6 +196,11 @@ FAMILIES = {
 }
 
 
+def gpt2(**settings: Any) -> Any:
+    """The model of a test that needs any one."""
+    return FAMILIES["gpt2"].build(**settings)
+
+
 def batch(
     kind: str, size: int = 2, tokens: int = 9, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:

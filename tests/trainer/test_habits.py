@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from penstock.trainer.pipeline_trainer import PipelineTrainer
-from tests.support.families import FAMILIES, VOCABULARY
+from tests.support.families import VOCABULARY, gpt2
 from tests.support.pool import Pool
 from tests.support.trainer_runs import defaults
 from tests.support.training import kept_in_double
@@ -68,10 +68,6 @@ class Averages(TrainerCallback):
         with torch.no_grad():
             for name, value in model.named_parameters():
                 value.copy_(self._average[name])
-
-
-def gpt2() -> Any:
-    return FAMILIES["gpt2"].build()
 
 
 def resized() -> Any:

@@ -15,16 +15,12 @@ import transformers
 from torch import nn
 
 from penstock.config.configuration import ConfigurationError
-from tests.support.families import FAMILIES, batch
+from tests.support.families import FAMILIES, batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import gradients_of, kept_in_double, parallelize, run_step
 
 # Nothing here may wait for a timeout; the slack is for a busy machine.
 AT_ONCE = 10.0
-
-
-def build(**settings: Any) -> Any:
-    return FAMILIES["gpt2"].build(**settings)
 
 
 def caught(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
@@ -43,8 +39,8 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 
 def ask_for_sizes(*sizes: Any) -> list[tuple[str, str]]:
     """What initialize() raises for each of several sizes, and that a possible one works after them."""
-    found = [caught(parallelize, build(), size) for size in sizes]
-    assert run_step(parallelize(build(), 1), batch("causal", 2))
+    found = [caught(parallelize, gpt2(), size) for size in sizes]
+    assert run_step(parallelize(gpt2(), 1), batch("causal", 2))
     return found
 
 
@@ -97,7 +93,7 @@ DIFFERENCES = {
 def initialize_differently(rank: int) -> dict[str, tuple[str, str]]:
     def attempt(what: str) -> tuple[str, str]:
         what = what if torch.distributed.get_rank() == rank else ""
-        model = FAMILIES["llama"].build() if what == "class" else build(n_layer=5 if what == "layers" else 4)
+        model = FAMILIES["llama"].build() if what == "class" else gpt2(n_layer=5 if what == "layers" else 4)
         options = {"num_microbatches": 2} if what == "microbatches" else {}
         return caught(parallelize, model, {"stages": 1, "wrong stages": 7}.get(what, 3), **options)
 
@@ -132,7 +128,7 @@ def bad_batches() -> dict[str, Mapping[str, Any]]:
 
 def train_on_bad_batches() -> tuple[dict[str, tuple[str, str]], dict[str, torch.Tensor | None]]:
     with kept_in_double():
-        model = parallelize(build(), 2, num_microbatches=3)
+        model = parallelize(gpt2(), 2, num_microbatches=3)
         found = {name: caught(run_step, model, inputs) for name, inputs in bad_batches().items()}
         run_step(model, batch("causal", 4))
         return found, gradients_of(model)
@@ -152,7 +148,7 @@ def test_unusable_batches_are_refused_on_every_rank_and_the_next_step_is_exact(p
         "list labels": ["labels is [[", "not a tensor"],
         "float labels": ["labels is of torch.float64", "torch.int64"],
     }
-    model = build()
+    model = gpt2()
     with kept_in_double():
         model(**batch("causal", 4)).loss.backward()
     for found, gradients in pool.run(2, train_on_bad_batches):
@@ -178,7 +174,7 @@ class Own(nn.Module):
 
 
 def call_with_the_dictionary() -> list[list[tuple[str, str]]]:
-    model, found = parallelize(build(), 2), []
+    model, found = parallelize(gpt2(), 2), []
     own: Any = parallelize(Own(), 2, num_microbatches=2)
     x = torch.zeros(4, 4)
     for refused in (lambda: own({"x": x}), lambda: own({"x": x, "label": x})):
@@ -195,7 +191,7 @@ def call_with_the_dictionary() -> list[list[tuple[str, str]]]:
 def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool) -> None:
     for kind in KINDS:
         with pytest.raises((TypeError, AttributeError)):
-            build()(kind(batch("causal", 4)))
+            gpt2()(kind(batch("causal", 4)))
     for rank in pool.run(2, call_with_the_dictionary):
         for kind, found in zip(KINDS, rank, strict=True):
             for name, text in found:
@@ -205,7 +201,7 @@ def test_the_dictionary_itself_is_no_input_as_of_the_plain_model(pool: Pool) -> 
 
 def run_on_other_batch(how: str) -> tuple[str, str]:
     """Rank 1 of 3 is given another batch than the others."""
-    model = parallelize(build(), 3, microbatch_size=1)
+    model = parallelize(gpt2(), 3, microbatch_size=1)
     run_step(model, batch("causal", 4))
     odd = torch.distributed.get_rank() == 1
     inputs = batch("causal", 3 if odd and how == "number" else 4, seed=int(odd and how != "number"))
@@ -262,7 +258,7 @@ def parallelize_the_impossible() -> list[tuple[str, str]]:
         run_step(model, {name: given[name] for name in ("input_ids", "labels")})
 
     cyclic = caught(all_of_it, Cyclic(transformers.GPT2Config(vocab_size=97, n_embd=16)))
-    model = parallelize(build(), 2)
+    model = parallelize(gpt2(), 2)
     return [cyclic, caught(parallelize, nn.Linear, 2), caught(parallelize, model, 2, num_microbatches=3)]
 
 
@@ -327,7 +323,7 @@ def test_a_loss_that_microbatches_cannot_add_up_to_is_warned_of_where_it_is_comp
 
 def trace_then_step(path: str) -> list[tuple[str, str]]:
     """A step whose trace rank 0 cannot write, and the next one."""
-    model = parallelize(build(), 2, trace=path)
+    model = parallelize(gpt2(), 2, trace=path)
     return [caught(run_step, model, batch("causal", 4)) for _ in range(2)]
 
 
@@ -343,7 +339,7 @@ def test_a_trace_that_cannot_be_written_ends_every_rank(pool: Pool, tmp_path: Pa
 
 
 def use_after_close() -> list[tuple[str, str]]:
-    model = parallelize(build(), 1)
+    model = parallelize(gpt2(), 1)
     run_step(model, batch("causal", 4))
     model.pipeline.close()
     with torch.no_grad():

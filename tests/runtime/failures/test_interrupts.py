@@ -28,7 +28,7 @@ from penstock.runtime.failures import interrupts
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.updates import Update, UpdateWatch, mixed_update
 from tests.support import zygote
-from tests.support.families import FAMILIES, batch
+from tests.support.families import batch, gpt2
 from tests.support.launch import ROOT, free_port
 from tests.support.pool import Pool
 from tests.support.training import (
@@ -42,10 +42,6 @@ from tests.support.training import (
 )
 
 MICROBATCHES = 4
-
-
-def build() -> Any:
-    return FAMILIES["gpt2"].build()
 
 
 @contextlib.contextmanager
@@ -88,7 +84,7 @@ def train_and_be_interrupted(folder: str, trials: int, stages: int, schedule: st
         rank = dist.get_rank()
         pids: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pids, os.getpid())
-        model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
+        model = parallelize(gpt2(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         weights = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
@@ -136,7 +132,7 @@ def test_a_save_after_ctrl_c_at_any_moment_succeeds_and_training_goes_on_exactly
     pool: Pool, tmp_path: Path, ranks: int, stages: int, schedule: str, apart: float
 ) -> None:
     trials = int(os.environ.get("PENSTOCK_INTERRUPTS", "3"))
-    expected = unsplit_step(build(), (batch("causal", 8), 1.0)).gradients
+    expected = unsplit_step(gpt2(), (batch("causal", 8), 1.0)).gradients
     found = pool.run(
         ranks, train_and_be_interrupted, str(tmp_path), trials, stages, schedule, apart, timeout=60 + 5 * trials
     )
@@ -276,7 +272,7 @@ def test_ranks_that_updated_differently_are_named() -> None:
 
 
 def interrupt_one_optimizer(folder: str) -> list[str]:
-    model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+    model = parallelize(gpt2(), 2, num_microbatches=MICROBATCHES)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):
         run_step(model, batch("causal", 8))
@@ -298,7 +294,7 @@ def test_a_checkpoint_of_two_steps_says_so(pool: Pool, tmp_path: Path) -> None:
 
 def interrupt_one_and_leave_another() -> str:
     with default_handlers():
-        model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+        model = parallelize(gpt2(), 2, num_microbatches=MICROBATCHES)
         with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
             for number, output in enumerate(model(**batch("causal", 8))):
                 output.loss.backward()
@@ -321,7 +317,7 @@ def interrupt_one_rank(odd: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"interrupted": False}
     quickly = mock.patch.object(training_step, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "PATIENCE", 0.2)
     with default_handlers(), kept_in_double(), quickly[0], quickly[1]:
-        model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+        model = parallelize(gpt2(), 2, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 8)
         alone = dist.get_rank() == odd
         try:
@@ -348,7 +344,7 @@ def test_an_interrupt_of_one_rank_comes_after_a_whole_step_and_another_call_is_r
     pool: Pool, tmp_path: Path
 ) -> None:
     odd = 1
-    expected = unsplit_step(build(), (batch("causal", 8), 1.0)).gradients
+    expected = unsplit_step(gpt2(), (batch("causal", 8), 1.0)).gradients
     for rank, found in enumerate(pool.run(2, interrupt_one_rank, odd, str(tmp_path / "saved"), timeout=60)):
         assert found["interrupted"] == (rank == odd)
         assert f"rank {odd} entered save_parallelized" in found["refused"]

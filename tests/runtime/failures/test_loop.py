@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.families import FAMILIES, batch
+from tests.support.families import batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (
     EXACT,
@@ -27,10 +27,6 @@ SOON = 15.0  # ranks that disagree wait some seconds for each other before they 
 
 
 Body = Callable[[Iterator[Any], int | None], None]
-
-
-def build() -> Any:
-    return FAMILIES["gpt2"].build()
 
 
 def is_rank(rank: int | None) -> bool:
@@ -129,7 +125,7 @@ def misbehave(bodies: Sequence[Body], rank: int | None, ranks: int, schedule: st
     """For each body a good step, one with the body, and a good one again; what each raised, and the last gradients."""
     with kept_in_double():
         stages = ranks if ranks < 4 else ranks // 2
-        model = parallelize(build(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
+        model = parallelize(gpt2(), stages, num_microbatches=MICROBATCHES, schedule=schedule)
         inputs = rows(batch("causal", 8), model.data_parallel_rank, model.data_parallel_size)
         return [misbehave_once(model, inputs, body, rank) for body in bodies]
 
@@ -197,7 +193,7 @@ BREAKS = stop_before_backward, stop_after_backward, stop_at_the_first, stop_at_t
 def test_after_a_break_on_all_ranks_the_step_is_whole_and_the_next_one_is_exact(
     pool: Pool, ranks: int, schedule: str
 ) -> None:
-    expected = unsplit_step(build(), (batch("causal", 8), 1.0))
+    expected = unsplit_step(gpt2(), (batch("causal", 8), 1.0))
     replicas = 2 if ranks == 4 else 1
     for found in zip(*pool.run(ranks, misbehave, BREAKS, None, ranks, schedule), strict=True):
         for rank in found:
@@ -227,7 +223,7 @@ def test_leaving_the_loop_on_one_rank_is_an_error_on_every_rank(pool: Pool, body
 
 def fail_from_the_second_backward_on(odd: int) -> tuple[str, str]:
     """The backwards that a rank's step would run for itself fail too."""
-    model = parallelize(build(), 2, num_microbatches=MICROBATCHES)
+    model = parallelize(gpt2(), 2, num_microbatches=MICROBATCHES)
     seen = []
 
     def hook(gradient: torch.Tensor) -> None:
@@ -254,7 +250,7 @@ def test_a_step_that_cannot_come_to_its_end_fails_on_every_rank(pool: Pool) -> N
 def see_nan(spoiled: int) -> dict[str, Any]:
     """A weight of one rank is NaN for one step; every rank's loop stops when it sees so."""
     with kept_in_double():
-        model = parallelize(build(), STAGES, num_microbatches=MICROBATCHES)
+        model = parallelize(gpt2(), STAGES, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 4)
         weight = next(p for name, p in model.named_parameters() if "ln_" in name)
         kept = weight.detach().clone()
@@ -273,7 +269,7 @@ def see_nan(spoiled: int) -> dict[str, Any]:
 
 
 def test_a_loss_that_is_nan_is_seen_on_all_ranks(pool: Pool) -> None:
-    expected = unsplit_step(build(), (batch("causal", 4), 1.0)).gradients
+    expected = unsplit_step(gpt2(), (batch("causal", 4), 1.0)).gradients
     for found in pool.run(STAGES, see_nan, 0):
         assert found["seen"] == [True]
         assert_same_gradients(found["gradients"], expected)
