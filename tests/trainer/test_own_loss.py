@@ -115,6 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_other_settings_give_the_same_run(pool: Pool, tmp_path: Path) -> None:
     with torch.no_grad():
         (reference := FAMILIES["llama"].build(dtype=torch.float64, **SIZES)).lm_head.weight.mul_(0.9)

@@ -56,6 +56,7 @@ def worst(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "pipelines", "cases"),
     [
