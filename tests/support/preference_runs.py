@@ -30,16 +30,21 @@ LOSSES: Sequence[Mapping[str, Any]] = [
     {"f_divergence_type": "js_divergence"},
     {"f_divergence_type": "forward_kl"},
 ]  # fmt: skip
+# The same for a GRPOTrainer.
+POLICY_LOSSES: Sequence[Mapping[str, Any]] = [
+    {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+]
 
 
 class OneLossEachStep(TrainerCallback):
-    """Gives the trainer the attributes of one of `LOSSES` before each step, and takes them away after it."""
+    """Gives a trainer other attributes in each step, and takes them away after it."""
 
-    def __init__(self, losses: Sequence[Mapping[str, Any]]) -> None:
-        self.losses, self.trainer, self._before = losses, None, {}
+    def __init__(self, trainer: Any, losses: Sequence[Mapping[str, Any]], usually: Mapping[str, Any]) -> None:
+        self.trainer, self.losses, self.usually = trainer, losses, usually
+        self._before: dict[str, Any] = {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        chosen = {"loss_weights": [1.0], "use_weighting": False, **self.losses[state.global_step % len(self.losses)]}
+        chosen = {**self.usually, **self.losses[state.global_step % len(self.losses)]}
         self._before = {name: getattr(self.trainer, name) for name in chosen}
         vars(self.trainer).update(chosen)
 
@@ -101,9 +106,8 @@ def prefer(
             **({} if is_parallelised else over(stages, **(parallelism or {}))),
         )
         if losses:
-            changing = OneLossEachStep(losses)
-            trainer.add_callback(changing)
-            changing.trainer = trainer
+            usually = {"loss_weights": [1.0], "use_weighting": False}
+            trainer.add_callback(OneLossEachStep(trainer, losses, usually))
         return run(trainer, folder, resume)
 
 
@@ -142,9 +146,11 @@ def reinforce(
     resume: bool = False,
     reference: Path | None = None,
     rewards: Callable[..., list[float]] | None = None,
+    losses: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> list[dict[str, float]]:
-    """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder."""
+    """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder. `losses`:
+    one for each step."""
     given = {
         **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
         "max_completion_length": 6, "temperature": 1.2, **options,
@@ -164,6 +170,8 @@ def reinforce(
             peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
             **over(stages, **(parallelism or {})),
         )
+        if losses:
+            trainer.add_callback(OneLossEachStep(trainer, losses, {}))
         return run(trainer, folder, resume)
 
 

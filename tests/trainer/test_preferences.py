@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.pool import Pool
-from tests.support.preference_runs import LOSSES, prefer_all
+from tests.support.preference_runs import LOSSES, POLICY_LOSSES, prefer_all
 from tests.support.trainer_runs import differences
 
 EXACT = 1e-10
@@ -39,6 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
         "lora": True,
         "eval_strategy": "no",
     },
+    "rewarded, every loss": {
+        "num_generations": 2,
+        "losses": POLICY_LOSSES,
+        "steps": len(POLICY_LOSSES),
+        "num_iterations": 2,
+        "eval_strategy": "no",
+    },
     "checkpointed": {"gradient_checkpointing": True, "max_length": 10},
 }
 
@@ -60,7 +67,7 @@ def worst(
 @pytest.mark.parametrize(
     ("stages", "pipelines", "cases"),
     [
-        (2, 1, ["every loss", "adapters"]),
+        (2, 1, ["every loss", "adapters", "rewarded, every loss"]),
         (3, 1, ["checkpointed", "precomputed", "rewarded"]),
         (2, 2, ["every loss", "adapters", "rewarded", "rewarded, iterated"]),
     ],
