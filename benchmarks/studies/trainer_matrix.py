@@ -26,8 +26,11 @@ from measure import RESULTS, Comparison
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.feedback_runs import approve, judge
 from tests.support.pool import Pool
+from tests.support.preference_runs import LOSSES, prefer, reinforce
 from tests.support.trainer_runs import BATCH, differences, fine_tune, train
 
+# Optimizer steps of the rows that generate, or have a second model.
+FEW = 6
 ROWS: dict[str, dict[str, Any]] = {
     "GPT-2": {"name": "GPT-2"},
     "Llama": {"name": "Llama"},
@@ -39,6 +42,17 @@ ROWS: dict[str, dict[str, Any]] = {
     "SFTTrainer": {"packing": False},
     "SFTTrainer, packing": {"packing": True},
     "SFTTrainer, packing, LoRA": {"packing": True, "lora": True},
+    "DPOTrainer, LoRA": {"lora": True, "steps": FEW},
+    "DPOTrainer, each loss in turn": {
+        "losses": LOSSES,
+        "steps": len(LOSSES),
+        "label_smoothing": 0.1,
+        "use_weighting": True,
+    },
+    "GRPOTrainer": {"steps": FEW},
+    "GRPOTrainer, bnpo, LoRA, beta": {"loss_type": "bnpo", "lora": True, "beta": 0.1, "steps": FEW},
+    "GRPOTrainer, dr_grpo, 2 iterations": {"loss_type": "dr_grpo", "num_iterations": 2, "steps": FEW},
+    "GRPOTrainer, grpo": {"loss_type": "grpo", "steps": FEW},
     "RewardTrainer": {},
     "RewardTrainer, margins, centred, LoRA": {"margin": True, "center_rewards_coefficient": 0.1, "lora": True},
     "KTOTrainer": {"desirable_weight": 1.3},
@@ -47,7 +61,8 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 # TRL's trainers, and their scripts; all other rows are of transformers' Trainer.
 SCRIPTS: dict[str, Callable[..., list[dict[str, float]]]] = {
-    "SFTTrainer": fine_tune, "RewardTrainer": judge, "KTOTrainer": approve,
+    "SFTTrainer": fine_tune, "DPOTrainer": prefer, "GRPOTrainer": reinforce, "RewardTrainer": judge,
+    "KTOTrainer": approve,
 }  # fmt: skip
 # Stages and pipelines.
 LAYOUTS = {"2 stages": (2, 1), "3 stages": (3, 1), "2 pipelines of 2": (2, 2)}
@@ -63,6 +78,7 @@ Each number is the largest absolute difference over all optimizer steps and rank
 two saved files at the end. Metrics are everything else that is logged: the loss and the metrics of evaluations, whether
 accuracy, sums of predictions or of generated tokens, and all figures that TRL logs. T5 is trained by
 Seq2SeqTrainer with `predict_with_generate`. The Trainer itself adds up the losses that it logs in float32.
+Rows of DPOTrainer and GRPOTrainer are of 6 steps, or of one for each loss.
 
 The last column is the largest difference of the same runs in single precision. There another order of the same sums is
 enough for other weights after 30 steps, as Adam divides small gradients by their own size.
@@ -75,7 +91,7 @@ def run(
     pool: Pool, folder: Path, row: str, dtype: torch.dtype, steps: int, **options: Any
 ) -> dict[str, dict[str, float]]:
     """The differences of each layout's run from the plain trainer's. `options` are further ones of the script."""
-    case = {**ROWS[row], "dtype": dtype, "steps": steps, **options}
+    case = {"steps": steps, **ROWS[row], "dtype": dtype, **options}
     script = SCRIPTS.get(row.partition(",")[0], train)
     plain, found = {}, {}
     for layout, (stages, pipelines) in LAYOUTS.items():
