@@ -66,6 +66,11 @@ class LayoutPlan:
     schedules: Sequence[str] = ()
     microbatches: Sequence[str] = ()
 
+    def announcement(self, model: nn.Module) -> Announcement:
+        """What is said of it in the log."""
+        words = self.schedules, self.microbatches, self.costs, counted_samples(model)
+        return Announcement(type(model).__name__, self.layout, *words)
+
 
 def form(
     model: nn.Module,
@@ -99,16 +104,7 @@ def form(
     planned = plan(found, ranks)
     planned = replace(planned, options=_with_found_dims(model, planned.options, ranks))
     if ranks.rank == 0:
-        announce(
-            Announcement(
-                type(model).__name__,
-                planned.layout,
-                planned.schedules,
-                planned.microbatches,
-                planned.costs,
-                counted_samples(model),
-            )
-        )
+        announce(planned.announcement(model))
     if make is not None:
         model = mark_packed(make(planned.layout, ranks))
     return build(model, planned, board, configuration=configuration, criterion=criterion, functions=found.functions)
