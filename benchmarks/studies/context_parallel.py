@@ -81,7 +81,7 @@ def main() -> None:
     received = (exchange.num_bytes - before) // LAYERS
     seconds: dict[str, list[float]] = {"parts": [], "replicas": []}
     mine = {name: rows[dist.get_rank()][None] for name, rows in several.items()}
-    for number in range(ROUNDS + 1):
+    for number in range(ROUNDS + 1 if parts == 2 else 2):
         for name, model, inputs in (("parts", shared, several), ("replicas", replicas, mine)):
             took = step(model, inputs)
             if number:  # the first round warms up

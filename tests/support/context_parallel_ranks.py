@@ -15,6 +15,11 @@ from tests.support.training import Batch, Step, gradients_of, run_step, unsplit_
 
 SAMPLES, TOKENS = 4, 21
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+# Stretches its rotary embeddings with the longest position, which one part has and the other has not.
+DYNAMIC = {
+    "max_position_embeddings": 14,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+}
 DECODERS = {
     **{name: FAMILIES[name] for name in ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")},
     **{name: FAMILIES[name] for name in ("gemma2", "gemma3", "phi", "opt")},
@@ -27,6 +32,7 @@ DECODERS = {
         "causal",
     ),
     "phi3": Family("Phi3ForCausalLM", "Phi3Config", {**LLAMA, "sliding_window": 7}, "causal"),
+    "llama_dynamic": Family("LlamaForCausalLM", "LlamaConfig", {**LLAMA, **DYNAMIC}, "causal"),
     "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", LLAMA, "causal"),
     "granite": Family("GraniteForCausalLM", "GraniteConfig", LLAMA, "causal"),
     "cohere": Family("CohereForCausalLM", "CohereConfig", LLAMA, "causal"),

@@ -78,6 +78,7 @@ class SequencePart(dict[str, Any]):
     Attributes:
         packed: of rows that hold several sequences, the positions and the number of the sequence of each token, both of
             shape (samples, length); None where a row is one sequence.
+        positions: the position ids of whole sequences, None if the model takes none.
         by_heads: whether attention goes by heads, otherwise by tokens.
         shares: over how many ranks the heads of a layer are shared out then.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
@@ -89,12 +90,13 @@ class SequencePart(dict[str, Any]):
     ) -> None:
         super().__init__(inputs)
         self.cut, self.packed, self.by_heads, self.shares = cut, packed, True, cut.size
+        self.positions: torch.Tensor | None = None
         self.separates = self.needs_tokens = False
 
     def with_inputs(self, inputs: Mapping[str, Any]) -> SequencePart:
         """The same part, with other inputs."""
         made = SequencePart(inputs, self.cut, self.packed)
-        made.by_heads, made.shares = self.by_heads, self.shares
+        made.by_heads, made.shares, made.positions = self.by_heads, self.shares, self.positions
         return made
 
 
@@ -167,4 +169,6 @@ def cut_inputs(
         every = given.expand(tokens.shape[0], -1)
         numbers = masking_utils.find_packed_sequence_indices(every)
         packed = None if numbers is None else (every, numbers)
-    return SequencePart(found, cut, packed)
+    part = SequencePart(found, cut, packed)
+    part.positions = given if isinstance(given, torch.Tensor) else positions
+    return part

@@ -1,0 +1,66 @@
+"""Tables that depend on all positions of a sequence, such as rotary embeddings that stretch with the largest one: they
+are made of whole sequences, and then a part is taken."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.context_parallel.sequence import SequencePart
+
+FEW = 8
+
+
+def make_of_whole(model: nn.Module, under_way: Callable[[], SequencePart | None]) -> None:
+    """From here on such modules of `model` are given the positions of whole sequences while a part is under way."""
+    config = getattr(model, "config", None)
+    farthest = 4 * int(getattr(config, "max_position_embeddings", 0) or FEW)
+    kinds = [None, *sorted(set(getattr(config, "layer_types", None) or ()))]
+    for module in model.modules():
+        takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+        if takes_positions and next(module.parameters(), None) is None and _looks_far(module, farthest, kinds):
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: _whole(under_way(), args, kwargs), with_kwargs=True
+            )
+            module.register_forward_hook(lambda _, __, output: _part(under_way(), output))
+
+
+def _looks_far(module: nn.Module, farthest: int, kinds: list[str | None]) -> bool:
+    """Whether what a module makes of some positions depends on others."""
+    device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
+    near = torch.arange(FEW, device=device)[None]
+    far = torch.cat([near, near[:, :1] + farthest], 1)
+    for kind in kinds:
+        more = {} if kind is None else {"layer_type": kind}
+        with suppress(Exception), torch.no_grad():  # whatever other arguments it needs
+            made = [
+                pytree.tree_leaves(copy.deepcopy(module)(torch.zeros(1, 1, 1, device=device), position_ids=ids, **more))
+                for ids in (near, far)
+            ]
+            if any(not torch.equal(one[:, :FEW], other[:, :FEW]) for one, other in zip(*made, strict=True)):
+                return True
+    return False
+
+
+def _whole(part: SequencePart | None, args: Any, kwargs: Any) -> Any:
+    if part is None or part.positions is None:
+        return None
+    swap = lambda one: part.positions if isinstance(one, torch.Tensor) and _is_of(part, one) else one  # noqa: E731
+    return tuple(map(swap, args)), {name: swap(value) for name, value in kwargs.items()}
+
+
+def _is_of(part: SequencePart, tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] == 2 * part.cut.piece
+
+
+def _part(part: SequencePart | None, output: Any) -> Any:
+    if part is None or part.positions is None:
+        return None
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: part.cut.take(tensor, 1), output)
