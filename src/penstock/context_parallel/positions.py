@@ -52,15 +52,20 @@ def _looks_far(module: nn.Module, farthest: int, kinds: list[str | None]) -> boo
 def _whole(part: SequencePart | None, args: Any, kwargs: Any) -> Any:
     if part is None or part.positions is None:
         return None
-    swap = lambda one: part.positions if isinstance(one, torch.Tensor) and _is_of(part, one) else one  # noqa: E731
-    return tuple(map(swap, args)), {name: swap(value) for name, value in kwargs.items()}
+    found = [part.positions if _are_own(part, one) else one for one in args]
+    return tuple(found), {name: part.positions if _are_own(part, one) else one for name, one in kwargs.items()}
 
 
-def _is_of(part: SequencePart, tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] == 2 * part.cut.piece
+def _are_own(part: SequencePart, given: Any) -> bool:
+    """Whether these are a part's own position ids."""
+    if not isinstance(given, torch.Tensor):
+        return False
+    return given.dim() == 2 and not given.is_floating_point() and given.shape[1] == 2 * part.cut.piece
 
 
 def _part(part: SequencePart | None, output: Any) -> Any:
     if part is None or part.positions is None:
         return None
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: part.cut.take(tensor, 1), output)
+    leaves, structure = pytree.tree_flatten(output)
+    parts = [part.cut.take(one, 1) if isinstance(one, torch.Tensor) else one for one in leaves]
+    return pytree.tree_unflatten(parts, structure)
