@@ -402,11 +402,6 @@ def test_code_is_at_most_88_columns_wide() -> None:
     assert wide == []
 
 
-def test_the_pages_have_at_most_30000_words() -> None:
-    """Say each thing once, and link it."""
-    assert sum(len(page.read_text().split()) for page in PAGES) <= 30_000
-
-
 @pytest.mark.parametrize("page", FROM, ids=lambda page: page.stem)
 def test_a_page_for_those_who_come_from_another_tool_is_short_and_says_all(page: Path) -> None:
     """It has at most 900 words, code included, and the same headings as the others."""

@@ -110,7 +110,7 @@ class Layout:
         return pipeline // self.context_parallel_size
 
     def of_replica(self, replica: int) -> tuple[PipelineLayout, ...]:
-        """The pipelines that take one batch, in the order of their parts of a sequence."""
+        """The pipelines that take the batch number `replica`, in the order of their parts of a sequence."""
         first = replica * self.context_parallel_size
         return self.pipelines[first : first + self.context_parallel_size]
 
