@@ -138,6 +138,16 @@ def test_rewards_are_asked_for_once_for_each_completion(pool: Pool, tmp_path: Pa
     assert [len(one) for one in asked] == [8, 8] and asked[0] != asked[1]
 
 
+def test_tensor_parallel_ranks_give_the_same_run(pool: Pool, tmp_path: Path) -> None:
+    sharded = {"parallelism": {"tensor_parallel_size": 2}, "init": False, "timeout": 180}
+    for script in (prefer, reinforce):
+        plain, split = tmp_path / script.__name__ / "plain", tmp_path / script.__name__ / "split"
+        expected = script(plain, steps=2, eval_strategy="no")
+        for logs in pool.run(2, script, split, 1, steps=2, eval_strategy="no", **sharded):
+            found = differences((logs, split), (expected, plain))
+            assert not {name: value for name, value in found.items() if value > 1e-6}
+
+
 def refuse_to_score(completions: list[str], **kwargs: Any) -> list[float]:
     raise LookupError("no judge today")
 

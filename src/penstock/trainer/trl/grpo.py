@@ -138,12 +138,11 @@ class GRPO(OwnLoss):
                 rewards: list[list[float]] = own(*given).tolist()
             return [[None if math.isnan(one) else one for one in row] for row in rewards]
 
-        with engine.together(Call.SHARE, everyone=False):
-            ranks = Ranks(engine.context.groups.pipeline_control, engine.board.guard)
-            (found,) = filter(None, ranks.together("scoring completions", of_this_pipeline))
-        rows = [[math.nan if one is None else one for one in row] for row in found]
-        gathered: torch.Tensor = self.trainer.accelerator.gather(torch.tensor(rows, device=engine.device))
-        return gathered
+        with engine.together(Call.SHARE):
+            ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
+            every = ranks.together("scoring completions", of_this_pipeline)
+        found = chain.from_iterable(every[rank] or () for rank in self.trainer.accelerator.first_ranks)
+        return torch.tensor([[math.nan if one is None else one for one in row] for row in found], device=engine.device)
 
     # -- a training step -------------------------------------------------------------------------------------------
 
