@@ -28,7 +28,7 @@ from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.gradients import Gradients
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loss_proxy import StageOutput, copied, hook_loss, proxy_loss
 from penstock.runtime.program import Program

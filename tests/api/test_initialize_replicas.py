@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import penstock
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.runtime.formation import PIECE_BYTES, copy_from_first_holders
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from tests.support.families import FAMILIES, batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (

@@ -17,7 +17,7 @@ import torch
 
 import penstock
 from penstock.checkpoint import files
-from penstock.checkpoint.save import save_checkpoint
+from penstock.checkpoint.save import save_run_state
 from penstock.checkpoint.staging import prepare
 from penstock.checkpoint.training_state import TrainingState
 from tests.support.checkpoint_ranks import (
@@ -108,7 +108,7 @@ def save_whole_state(folder: Path, model: Any) -> None:
     models = split_copies(model, 2)
 
     def work(rank: int, comm: Any) -> None:
-        save_checkpoint(models[rank], folder, TrainingState(step=3), world_comm=comm)
+        save_run_state(models[rank], folder, TrainingState(step=3), world_comm=comm)
 
     raised(on_ranks(2, work))
 

@@ -23,7 +23,7 @@ import penstock
 from penstock.checkpoint import files
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.save import save_checkpoint
+from penstock.checkpoint.save import save_run_state
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.training_state import TrainingState
 from penstock.checkpoint.untrusted import CheckpointError
@@ -279,7 +279,7 @@ def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family
     reference.load_state_dict({name: value for model in models for name, value in model.state_dict().items()})
 
     def work(rank: int, comm: Any) -> None:
-        save_checkpoint(models[rank], tmp_path, TrainingState(optimizers[rank], step=3), world_comm=comm)
+        save_run_state(models[rank], tmp_path, TrainingState(optimizers[rank], step=3), world_comm=comm)
 
     raised(on_ranks(3, work))
     again = type(reference).from_pretrained(tmp_path)

@@ -204,3 +204,9 @@ def test_a_key_is_accepted_under_its_old_name_with_a_warning() -> None:
     both = {"pipeline_parallel_size": 1, "micro_batch_size": 2, "microbatch_size": 2}
     with pytest.warns(DeprecationWarning), pytest.raises(ConfigurationError, match="old name of microbatch_size"):
         Configuration.from_any(both)
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Configuration)])
+def test_every_key_has_a_check(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key):
+        Configuration(**{key: object()})  # type: ignore[arg-type]

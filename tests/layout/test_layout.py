@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.layout.layout import Layout, Place
 from penstock.modeling.weights.whole import unit_of
-from penstock.runtime.gradients.ownership import find_holders
+from penstock.runtime.gradients.holders import find_holders
 from penstock.simulation.describe import segments
 
 UNITS = [f"u.{index}" for index in range(6)]

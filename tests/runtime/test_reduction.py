@@ -16,7 +16,7 @@ from penstock.runtime.boundary.p2p import decode_header, encode_header
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.reduction import BUCKET_BYTES, GradientReducer, make_buckets
 from tests.support.pool import Pool
 

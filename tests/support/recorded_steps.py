@@ -32,7 +32,7 @@ from penstock.runtime.evaluation import run_forwards
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.gradients.gradients import Gradients
-from penstock.runtime.gradients.ownership import find_holders
+from penstock.runtime.gradients.holders import find_holders
 from penstock.runtime.gradients.weight_gradients import install
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loss_proxy import StageOutput

@@ -1,7 +1,7 @@
 """How pipelines are formed, for `initialize`, `from_pretrained`, the plugin and elastic runs alike.
 
-What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines (`form`). In an
-elastic run the members agree on a layout in another way: of the sequence they have the last part, `build`.
+What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines (`form`). An
+elastic run plans by other means: it calls `agree`, when it is first, and `build`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.config.configuration import Configuration
 from penstock.context_parallel.apply import sharing_of
-from penstock.context_parallel.check import check_parts
+from penstock.context_parallel.check import settle_parts
 from penstock.layout.announce import Announcement, announce
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import USED_NAMES, PipelineModel, attach
@@ -137,7 +137,7 @@ def build(
         values=values,
     )
     if planned.layout.context_parallel_size > 1:
-        check_parts(engine)
+        settle_parts(engine)
     return attach(model, engine, configuration, criterion)
 
 

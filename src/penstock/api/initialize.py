@@ -135,7 +135,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         try:
             TensorParallel(model, 0, size, alias_groups(model))
         except ValueError as error:
-            raise ConfigurationError(f"model_parallelism.{error}") from error
+            raise ConfigurationError(f"{SECTION}.{error}") from error
     parts = configuration.context_parallel_size
     if parts > 1:
         refuse_model(model)
@@ -152,7 +152,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         trace_steps=configuration.trace_steps,
         timeout=configuration.time_limit,
         patience=configuration.patience,
-        choose_owners=dividing(int(configuration.sharded_optimizer)),
+        with_owners=dividing(int(configuration.sharded_optimizer)),
     )
     most = _usual_number(configuration)
     in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)
@@ -227,11 +227,11 @@ def plan_stages(
     """The units of each stage, the rank within the pipeline that holds each stage, and the number of pipelines."""
     num_ranks, world_size = configuration.pipeline_parallel_size, dist.get_world_size()
     assert num_ranks != "auto"  # `_with_size` has replaced it
-    key = "model_parallelism.pipeline_parallel_size"
+    key = f"{SECTION}.pipeline_parallel_size"
     if (size := configuration.tensor_parallel_size) > 1:
         if world_size % (num_ranks * size):
             raise ConfigurationError(
-                f"{key} {num_ranks} times model_parallelism.tensor_parallel_size {size} makes pipelines of "
+                f"{key} {num_ranks} times {SECTION}.tensor_parallel_size {size} makes pipelines of "
                 f"{num_ranks * size} processes, but {world_size} processes were started: start a multiple of "
                 f"{num_ranks * size} (torchrun --nproc-per-node {num_ranks * size})"
             )

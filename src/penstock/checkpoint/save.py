@@ -1,7 +1,7 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-All kinds of save are one sequence over a plan of files (see `plan`): `Save`. Files may be written while training goes
-on. Threads that talked to other ranks would need process groups of their own, which end when a rank is lost or the
+All kinds of save are one sequence over a plan of files (see `Folder.plan`): `Save`. Files may be written while training
+goes on. Threads that talked to other ranks would need process groups of their own, which end when a rank is lost or the
 program destroys its groups. So they leave word in the staging folder, which all ranks see: a small file each. The rank
 that puts the files in place waits for them.
 """
@@ -72,7 +72,7 @@ def save_parallelized(
     Save(folder, save_directory, world_comm).run()
 
 
-def save_checkpoint(
+def save_run_state(
     model: nn.Module,
     save_directory: str | os.PathLike[str],
     training_state: TrainingState,

@@ -20,8 +20,7 @@ from penstock.checkpoint.contents import find_checkpoints, remove_older, step_fo
 from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import loss_scale_of, saving_ranks, unwrapped
-from penstock.checkpoint.save import Saver
-from penstock.checkpoint.save import save_checkpoint as save_to
+from penstock.checkpoint.save import Saver, save_run_state
 from penstock.checkpoint.training_state import (
     LOSS_SCALE,
     DropoutState,
@@ -138,7 +137,7 @@ def save_checkpoint(
     with run.saving():
         world = run.comm()
         saver.finish(world)
-        save_to(
+        save_run_state(
             model,
             path,
             state,

@@ -207,7 +207,8 @@ def checked_training_state(
 
 @contextlib.contextmanager
 def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
-    """Around `apply`, here and elsewhere: everything is put back as it was."""
+    """Around `apply`, here and elsewhere: the training state is put back as it was. Weights, which are copied last, are
+    not."""
     random, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
     # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
     before: list[tuple[Any, Any]] = [(one, one.state_dict()) for one in optimizers]

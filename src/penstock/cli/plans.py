@@ -154,7 +154,7 @@ def plan(
     optimizer: Optimizer = "adam",
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
-    schedule: Annotated[str, typer.Option(help="auto tries all; a name, such as 1f1b, is the only one used.")] = AUTO,
+    schedule: Annotated[str, typer.Option(help="auto tries all that can be best; a name is the only one used.")] = AUTO,
     checkpointing: Annotated[
         str,
         typer.Option(help="Recompute activations: none, all, or auto (all or on some ranks, if that is better)."),

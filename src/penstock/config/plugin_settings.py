@@ -79,7 +79,7 @@ class PluginSettings:
             timeout=self.time_limit or usual,
             patience=float(self.patience),
             autocast=PRECISIONS[self.precision],
-            choose_owners=dividing(int(self.sharded_optimizer)),
+            with_owners=dividing(int(self.sharded_optimizer)),
         )
 
     def facts(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ FEW = 8
 
 def refuse_model(model: nn.Module) -> None:
     """Raise NotImplementedError for a model whose attention does not go through transformers' registry, as far as can
-    be told by its configuration; see `check_parts`."""
+    be told by its configuration; see `settle_parts`."""
     if not isinstance(model, PreTrainedModel):
         raise NotImplementedError(
             f"context_parallel_size needs a model of transformers, and {type(model).__name__} is none"

@@ -25,8 +25,9 @@ PIECE = 6
 
 
 @torch.no_grad()
-def check_parts(engine: Engine) -> None:
-    """Run a few tokens whole and in parts, and compare what each unit returns. All ranks call this together.
+def settle_parts(engine: Engine) -> None:
+    """Settle which way attention goes and which positions the model takes, by running a few tokens whole and in parts;
+    refuse a model for which none is right. All ranks call this together.
 
     Raises:
         NotImplementedError: on every rank, naming the first unit that differs.
@@ -56,7 +57,8 @@ def check_parts(engine: Engine) -> None:
         if unlike := next((unit for unit in guessed if unit not in before), None):
             raise _refusal(engine, unlike, f" ({guessed[unlike]})")
         expected = _outputs_of_units(engine, lambda: evaluate(engine, inputs, in_parts=False))
-        for sequences.positions in USUAL_POSITIONS:
+        for positions in USUAL_POSITIONS:
+            sequences.positions = positions
             found = _outputs_of_units(engine, lambda: evaluate(engine, inputs))
             firsts.append(_first_of_all(engine, _first_different(engine, expected, found, cut)))
             if firsts[-1] is None:

@@ -217,7 +217,7 @@ class Generations:
             return self.formations.following(view, before, self.membership, self.checkpoint)
 
         following = agree(self.membership, before, report, plan, announce)
-        # To a member that comes itself it explains nothing that somebody does.
+        # That others join explains no change to a member that is itself joining.
         explained = following.lost or (following.joining and not report.new)
         self.num_fruitless = 0 if explained else self.num_fruitless + 1
         self.now = following

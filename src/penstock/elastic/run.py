@@ -263,7 +263,7 @@ class ElasticRun:
 
     def _change_members(self) -> None:
         """Between two steps: take in those who asked to join, and let those go who asked to leave."""
-        self._note_redone()  # the change before, if all that had the values leave: it took in who has them now
+        self._note_redone()  # the record of the change before, if it was made only so that leavers could hand over
         self._change_due = False
         leaving = self.generations.membership.wants_to_leave
         try:
@@ -301,7 +301,7 @@ class ElasticRun:
         self.engine.dissolve()
         self._migration = self._migration or Migration.of(self.engine)
         following = self._agree(self._report(suspects, planned, leaving, self._migration), cause)
-        self._change = self._change_to(following, cause, started, failed_at)
+        self._change = self._record_of_change(following, cause, started, failed_at)
         if leaving and self.generations.number not in following.members:
             self._leave(following.end)
         if following.end:
@@ -336,7 +336,7 @@ class ElasticRun:
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
 
-    def _change_to(self, following: Decision, cause: str, started: float, failed_at: float | None) -> Change:
+    def _record_of_change(self, following: Decision, cause: str, started: float, failed_at: float | None) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
         unfinished = () if self._change is None else self._change.lost  # by a generation that did not come about
         seconds = {
@@ -455,7 +455,7 @@ class ElasticRun:
     def _owned_parameters(self, migration: Migration) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""
         engine = self.engine
-        if self._restoring or engine.options.choose_owners is None:
+        if self._restoring or engine.options.with_owners is None:
             return ()
         return tuple(name for name in engine.known if name in migration.had and name not in migration.elsewhere)
 

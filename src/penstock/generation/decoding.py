@@ -245,12 +245,12 @@ class Decoding:
 
     @property
     def progress(self) -> int:
-        """See `position.Inside`."""
+        """See `position.Progress`."""
         return self.exchanges
 
     @property
     def place(self) -> str:
-        """See `position.Inside`."""
+        """See `position.Progress`."""
         return f"at exchange {self.exchanges}"
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:

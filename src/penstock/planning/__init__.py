@@ -1,4 +1,4 @@
-"""Which pipelines a run has and what they cost: templates, layouts, partitions, plans. Pure Python, no torch."""
+"""Which pipelines a run has and what they cost: templates, layouts, partitions, plans. Importing it needs no torch."""
 
 from penstock.layout.layout import Layout, PipelineLayout
 from penstock.layout.partition import Partition, partition

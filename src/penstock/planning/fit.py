@@ -21,7 +21,7 @@ from penstock.planning.profiling import FollowedForward, chunked_head, follow, p
 from penstock.schedule.registry import PLAIN
 
 # Devices that may share every sequence; first what changes least.
-PARTS = (1, 2, 4, 8)
+CONTEXT_SIZES = (1, 2, 4, 8)
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
 
@@ -52,7 +52,7 @@ class TrainingSetup:
     def shown(self) -> Plan | None:
         return self.plan or self.larger
 
-    def parts(self) -> dict[str, float]:
+    def bytes_by_kind(self) -> dict[str, float]:
         """Bytes on the fullest device: weights, gradients, optimizer, activations, logits, messages."""
         assert self.shown is not None
         rank, whole = self.shown.fullest
@@ -83,7 +83,7 @@ def ways(
 ) -> list[TrainingSetup]:
     found = []
     for recipe, chunk, profile in profiles:
-        for parts in PARTS if "length" in profile.about else PARTS[:1]:
+        for parts in CONTEXT_SIZES if "length" in profile.about else CONTEXT_SIZES[:1]:
             groups = groups_of(cluster, parts)
             if groups is None:
                 continue

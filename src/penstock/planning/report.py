@@ -141,7 +141,7 @@ def fit_text(
     chosen = best(found)
     of_recipes = [list(those) for _, those in groupby(found, attrgetter("recipe"))]
     shown = found if every_way else [best(those) or nearest(those) for those in of_recipes]
-    parts = [way.parts() for way in shown]
+    parts = [way.bytes_by_kind() for way in shown]
     unit, scale = unit_of(max(max(one.values()) for one in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),

@@ -1,1 +1,1 @@
-"""Weights in a few bits a number: layers and stacks of experts that libraries keep packed."""
+"""Experts packed in 4 bits, which transformers leaves as they are. Packed layers: `modeling/packed_layers.py`."""

@@ -1,7 +1,8 @@
 """The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
 `formation` forms engines, and re-forms them with other ranks or in another layout. What an engine is made of then is in
-`parts`; here is what lasts over formations, and what the ranks do together: every call of a user begins here."""
+`parts`; here is what lasts over formations, and what the ranks do together. A training step begins here; an evaluation
+in `evaluation`, a generation in `generation.generate`."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from penstock.runtime.comm.settings import (
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.gradients.gradients import autocast
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.updates import mixed_update
 from penstock.runtime.gradients.weight_gradients import WeightGradientQueues, is_hooked
 from penstock.runtime.inputs import (
@@ -86,7 +87,7 @@ class StepObserver(Protocol):
 
 
 class Engine:
-    """One rank's part of a layout: trains, evaluates, decodes, reduces gradients. `formation` makes and re-forms it.
+    """One rank's part of a layout: trains, and reduces gradients. `formation` makes and re-forms it.
 
     Attributes:
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the

@@ -41,7 +41,7 @@ from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.failures.watcher import interruptible
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
 
@@ -148,7 +148,7 @@ def form_parts(
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
     rank, timeout = dist.get_rank(), engine.options.timeout
-    broadcasts = engine.options.choose_owners is not None
+    broadcasts = engine.options.with_owners is not None
     with board.guard("making process groups", range(layout.world_size)):
         groups = interruptible(
             partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
@@ -164,7 +164,7 @@ def form_parts(
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
-    parts = Parts(split, context, make_schedule, held, engine.options.choose_owners, engine.options.share_sequences)
+    parts = Parts(split, context, make_schedule, held, engine.options.with_owners, engine.options.share_sequences)
     engine.take_up(parts)
     first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     engine.num_evaluations = 0  # of ranks that come new, too

@@ -20,7 +20,7 @@ from penstock.modeling.graph.loss import set_loss
 from penstock.runtime.gradients.weight_gradients import direct_apply
 
 # Autograd's own, which runs a backward and calls what is queued at its end.
-engine = torch.autograd.Variable._execution_engine
+autograd_engine = torch.autograd.Variable._execution_engine
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
 # Called when a loss's backward begins, with the incoming gradient.
@@ -88,7 +88,7 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     if given:
         tensors, theirs = zip(*given, strict=True)
         # As torch.autograd.backward does, which compares shapes before: the boundary has seen to them.
-        engine.run_backward(tensors, theirs, False, False, (), True, True)
+        autograd_engine.run_backward(tensors, theirs, False, False, (), True, True)
 
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

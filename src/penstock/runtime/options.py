@@ -15,7 +15,7 @@ from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PATIENCE_SECONDS
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 
 
 class OwnerChoice(Protocol):
@@ -62,7 +62,7 @@ class EngineOptions:
         timeout: how long a transfer may take; None for that of torch's default process group.
         patience: how many seconds a rank waits for others before it says so.
         autocast, trace, trace_steps: what the engine's attributes of these names are at first.
-        choose_owners: None: every holder of a parameter owns it.
+        with_owners: None: every holder of a parameter owns it.
         share_sequences: None: each pipeline computes whole sequences.
     """
 
@@ -75,5 +75,5 @@ class EngineOptions:
     timeout: datetime.timedelta | None = None
     patience: float = PATIENCE_SECONDS
     autocast: torch.dtype | None = None
-    choose_owners: OwnerChoice | None = None
+    with_owners: OwnerChoice | None = None
     share_sequences: SharesSequences | None = None

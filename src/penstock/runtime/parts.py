@@ -37,7 +37,7 @@ from penstock.runtime.comm.totals import Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.copies import TiedCopies
 from penstock.runtime.gradients.gradients import Gradients
-from penstock.runtime.gradients.ownership import HeldParameter, find_holders
+from penstock.runtime.gradients.holders import HeldParameter, find_holders
 from penstock.runtime.gradients.updates import UpdateWatch
 from penstock.runtime.gradients.weight_gradients import install, uninstall
 from penstock.runtime.inputs import StepInputs
@@ -67,7 +67,7 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
 
 class Parts:
     """One rank's parts. All ranks of the layout make theirs together. `held`: the parameters this rank holds, with the
-    other ranks that do, and the owners that `choose_owners` chooses. `updates`: whether the weights have changed since
+    other ranks that do, and the owners that `with_owners` chooses. `updates`: whether the weights have changed since
     the last step."""
 
     gradients: Gradients
@@ -79,10 +79,10 @@ class Parts:
         context: RankContext,
         make_schedule: ScheduleMaker,
         held: Sequence[HeldParameter],
-        choose_owners: OwnerChoice | None = None,
+        with_owners: OwnerChoice | None = None,
         share_sequences: SharesSequences | None = None,
     ) -> None:
-        self.make_schedule, self._split, self._choose_owners = make_schedule, split, choose_owners
+        self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
         self.context, self.held = context, held
         self._schedules: dict[int, Schedule] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -104,8 +104,8 @@ class Parts:
     def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
-        if self._choose_owners is not None:
-            self.held = self._choose_owners(self.held, before, context)
+        if self._with_owners is not None:
+            self.held = self._with_owners(self.held, before, context)
         self.gradients = Gradients(self.held, context)
         self._ids = frozenset(id(one.parameter) for one in self.held)
         self._has_owners = any(one.owners for one in self.held)

@@ -30,8 +30,8 @@ from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loss_proxy import (
     LiveMicrobatch,
     StageOutput,
+    autograd_engine,
     copied,
-    engine,
     hook_loss,
     proxy_loss,
     requires_grad,
@@ -98,8 +98,8 @@ class TrainingStep:
         self._begun = False
         # Why the step was not begun.
         self._refusal: BaseException | None = None
-        self._open: int | None = None
-        self._called = False
+        self._due: int | None = None
+        self._backward_called = False
         # What is yielded next, and its loss.
         self._output: Any = None
         self._loss: Any = None
@@ -108,7 +108,7 @@ class TrainingStep:
         self._losses: list[torch.Tensor] = []
         # A parameter, its gradient, and how often that was changed, while only the loop's body may change it.
         self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        # The parameter whose gradient that is.
+        # The parameter last looked at, which is tried first the next time.
         self._witness: torch.Tensor | None = None
         self._incoming: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
@@ -125,8 +125,8 @@ class TrainingStep:
     @property
     def microbatch(self) -> int:
         """The microbatch under way: the one whose backward is due, or that of the next action."""
-        if self._open is not None:
-            return self._open
+        if self._due is not None:
+            return self._due
         action = next(iter(self._program.actions[self._position :]), None)
         return self.num_microbatches if action is None else action.microbatch
 
@@ -159,7 +159,7 @@ class TrainingStep:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
-                if not self._called or self._gradient_changed():
+                if not self._backward_called or self._gradient_changed():
                     fault = self._fault_of_body()
                     with after(fault):  # the others get it as a failure of this rank
                         self._run_to_the_end(losses, str(fault))
@@ -181,10 +181,10 @@ class TrainingStep:
 
     def _fault_of_body(self) -> LoopError:
         """What the loop's body did that it must not, or left out."""
-        if self._called:
+        if self._backward_called:
             return LoopError(CHANGED)
         return LoopError(
-            f"backward() was not called on the loss of microbatch {self._open}; call it exactly once on each "
+            f"backward() was not called on the loss of microbatch {self._due}; call it exactly once on each "
             "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
         )
 
@@ -202,7 +202,7 @@ class TrainingStep:
                 self._weight_gradients(stage, microbatch)
             elif stage == self._program.top:
                 yield self._open_backward(microbatch)
-                self._open = None
+                self._due = None
                 self._finish_backward(stage, microbatch)
             else:
                 self._inner_backward(stage, microbatch)
@@ -217,9 +217,9 @@ class TrainingStep:
         if self._board.failed is not None:
             return
         at = self.microbatch
-        # Of what nobody sees that an error is raised here: it is told to every rank.
+        # Nobody may see an error that is raised here, as of a dropped iterator: the guard tells every rank.
         with self._board.guard("working together"), torch.enable_grad():
-            if not self._called:
+            if not self._backward_called:
                 self._loss.backward(self._incoming)
             for loss in losses:
                 loss.backward(self._incoming)  # scaled as the caller scaled those before
@@ -293,7 +293,7 @@ class TrainingStep:
         """Make the output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
         stage = self._program.top
         live = self._live[stage, microbatch]
-        self._open, self._called = microbatch, False
+        self._due, self._backward_called = microbatch, False
         on_backward = partial(self._backward_begins, microbatch)
         if stage == self._program.last:
             assert live.loss is not None
@@ -321,8 +321,8 @@ class TrainingStep:
     def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> None:
         """Progress the user's `backward()`: check that it is due, and below the last stage run this stage's with the
         next one's gradients."""
-        if self._called or self._open != microbatch:
-            when = "a second time" if self._open == microbatch else f"while microbatch {self._open} is due"
+        if self._backward_called or self._due != microbatch:
+            when = "a second time" if self._due == microbatch else f"while microbatch {self._due} is due"
             self._fault = (
                 f"backward() of microbatch {microbatch}'s loss was called {when}; call it exactly once on each yielded "
                 "loss, before taking the next"
@@ -337,7 +337,7 @@ class TrainingStep:
         if self._gradient_changed():
             self._fault = CHANGED
             raise LoopError(CHANGED)
-        self._called, self._incoming, self._seen = True, incoming, None
+        self._backward_called, self._incoming, self._seen = True, incoming, None
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
@@ -346,7 +346,7 @@ class TrainingStep:
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
-        engine.queue_callback(partial(self._backward_ends, microbatch, live))
+        autograd_engine.queue_callback(partial(self._backward_ends, microbatch, live))
         if top == self._program.last:
             self._interrupts.busy = before
             return
@@ -446,7 +446,8 @@ class TrainingStep:
             self._totals.start_counts(self._inputs.total_counts())
 
     def _finish(self, fault: str | None = None) -> bool:
-        """Meet all ranks at the end of the step, which the caller may have left; whether this rank left it alone."""
+        """Meet all ranks at the end of the step, which the caller may have left. Returns True if this rank has left it
+        and others have not."""
         interrupts = self._interrupts
         if fault is None:
             self._call_handlers()
@@ -467,10 +468,11 @@ class TrainingStep:
         bubble = waited / seconds if on_cpu and seconds > 0 else None
         sizes = found.num_samples, found.num_tokens
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), *sizes, reduction)
-        alone = 0 < found.num_left < len(self._context.everyone)
+        only_some_left = 0 < found.num_left < len(self._context.everyone)
         if left or interrupted:  # these say why themselves, and end this
-            return left and alone
-        if alone:
+            return left and only_some_left
+        if only_some_left:
+            # Never completes: the rank that left raises on every board in place of coming here.
             self._totals.sums([0.0], "asking who left the training step")
         if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()

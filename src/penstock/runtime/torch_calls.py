@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 
 # Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance; and
 # those that divide their state among all ranks, which they take for replicas.

@@ -86,7 +86,7 @@ Operation = Step | Transfer
 
 
 def carries_loss(boundary: int, num_stages: int, num_ranks: int) -> bool:
-    """Whether losses come down over `boundary`: over the last ones only, until every rank has seen them."""
+    """Whether losses come back over `boundary`: over the last ones only, until every rank has seen them."""
     return boundary >= num_stages - num_ranks
 
 

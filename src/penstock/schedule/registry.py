@@ -1,6 +1,7 @@
 """The named schedules: all that the package knows of each is in its row here, or computed from its actions.
 
-Configuration, commands, planner, docs and tests read these rows. To add a schedule of your own, `register_schedule`.
+Configuration, commands and planner read these rows; a test compares the docs with them. To add a schedule of your own,
+`register_schedule`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class NamedSchedule:
             it takes that as `stages_per_rank`, with the usual number as its default.
         summary: what is special about it, in a few words.
         source: the paper that it is from.
-        bubble: how long p ranks wait in a step of m microbatches, where each rank needs F, B and W for one, in words.
+        bubble: how long p ranks wait in a step of m microbatches, in words. F, B and W are a rank's times for one.
         held: how many microbatches rank r holds at most, in words.
         live: the same, of the numbers of ranks, the rank and the microbatches; None: counted in the actions, which
             takes the planner longer.

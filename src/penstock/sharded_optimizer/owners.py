@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.context import RankContext
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 
 logger = logging.getLogger("penstock")
 

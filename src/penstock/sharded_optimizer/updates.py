@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.engine import Engine
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.options import OwnerChoice
 from penstock.runtime.torch_calls import engines_of
 from penstock.sharded_optimizer.owners import with_owners
@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
         _hooks.pop(optimizer).remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.options.choose_owners is None:
+        if engine.options.with_owners is None:
             continue
         if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
             continue

@@ -154,7 +154,7 @@ class NothingBelow(LocalBoundary):
 
 class _RemoteBoundary:
     """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
-    1`. `upper`: whether this rank holds that above it; `with_loss`: whether losses come down over it, as the rank
+    1`. `upper`: whether this rank holds that above it; `with_loss`: whether losses come back over it, as the rank
     beneath has not seen them."""
 
     def __init__(
@@ -248,7 +248,7 @@ class BoundaryBelow(_RemoteBoundary):
         )
 
     def send_loss(self, loss: torch.Tensor) -> None:
-        """Pass a loss's value down, if the rank there does not know it yet."""
+        """Pass a loss's value back, if the rank there does not know it yet."""
         if self._losses is not None:
             self._losses.send([loss])
 

@@ -28,8 +28,8 @@ from penstock.runtime.report import label
 
 
 class Message(IntEnum):
-    """What a message carries. Headers and activations go down the pipeline, losses, gradients and what says which of
-    them there are go up, and results from the rank of the last stage straight to each of the others."""
+    """What a message carries. Headers and activations go forward, to the next stage. Losses, gradients and what says
+    which gradients there are go back. Results go from the rank of the last stage straight to each of the others."""
 
     HEADER = 0
     ACTIVATION = 1
@@ -40,8 +40,8 @@ class Message(IntEnum):
     RESULT = 6
 
     @property
-    def downstream(self) -> bool:
-        return self <= Message.ACTIVATION
+    def goes_forward(self) -> bool:
+        return self in (Message.HEADER, Message.ACTIVATION)
 
 
 NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
@@ -221,20 +221,20 @@ class P2PChannels:
         return channel
 
     def warm_up(self, boundaries: Iterable[int], stages: Collection[int]) -> None:
-        """Send one number over each of `boundaries` between stages of different ranks, down and up again, in one order
-        on all ranks. Every rank of the pipeline calls this, with its own stages."""
+        """Send one number over each of `boundaries` between stages of different ranks, forward and back again, in one
+        order on all ranks. Every rank of the pipeline calls this, with its own stages."""
         for boundary in boundaries:
             if boundary not in stages and boundary + 1 not in stages:
                 continue
             upper = boundary + 1 in stages
-            down, up = (self.channel(boundary, kind, upper) for kind in (Message.ACTIVATION, Message.GRADIENT))
+            forward, back = (self.channel(boundary, kind, upper) for kind in (Message.ACTIVATION, Message.GRADIENT))
             if upper:
-                down.post_receive([torch.zeros(1, device=self._device)])
-                up.send(down.receive())
+                forward.post_receive([torch.zeros(1, device=self._device)])
+                back.send(forward.receive())
             else:
-                down.send([torch.zeros(1, device=self._device)])
-                up.post_receive([torch.zeros(1, device=self._device)])
-                up.receive()
+                forward.send([torch.zeros(1, device=self._device)])
+                back.post_receive([torch.zeros(1, device=self._device)])
+                back.receive()
         self.flush()
 
     def flush(self, keep: int = 0) -> None:

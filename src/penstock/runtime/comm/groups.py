@@ -71,7 +71,7 @@ class Groups:
                 messages = self._of_messages(pipeline, tensor_parallel_rank)
                 if (index, tensor_parallel_rank) == (place.pipeline, place.tensor_parallel_rank):
                     self.pipeline, self.pipeline_control = both
-                    # Over each boundary, and whether they go downstream; and by the pipeline rank that results are for.
+                    # Over each boundary, and whether they go forward; and by the pipeline rank that results are for.
                     self._p2p, self._results = messages
             for first in pipeline.ranks(0) if size > 1 else ():
                 together = self._new(tuple(range(first, first + size)), "tensor parallel")
@@ -107,7 +107,7 @@ class Groups:
         host, as is which gradients there are, so they go from CPU to CPU."""
         if kind in (Message.HEADER, Message.PRESENCE, Message.RESULT_HEADER):
             return self.pipeline_control
-        return self._results[boundary] if kind is Message.RESULT else self._p2p[boundary, kind.downstream]
+        return self._results[boundary] if kind is Message.RESULT else self._p2p[boundary, kind.goes_forward]
 
     def warm_up(self) -> None:
         """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily
@@ -160,26 +160,26 @@ class Groups:
         holders = [pipeline.global_rank(stage, tensor_parallel_rank) for stage in range(pipeline.num_stages)]
         p2p, results = {}, {}
         for boundary, sides in enumerate(pairwise(holders)):
-            for downstream in (True, False) if sides[0] != sides[1] else ():
-                p2p[boundary, downstream] = self._one_way(ranks, sides, downstream, f"boundary {boundary}")
+            for forward in (True, False) if sides[0] != sides[1] else ():
+                p2p[boundary, forward] = self._one_way(ranks, sides, forward, f"boundary {boundary}")
         for number, other in enumerate(ranks):
             if other != holders[-1]:
                 results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
         return p2p, results
 
     def _one_way(
-        self, ranks: tuple[int, ...], sides: tuple[int, int], downstream: bool, purpose: str
+        self, ranks: tuple[int, ...], sides: tuple[int, int], forward: bool, purpose: str
     ) -> dist.ProcessGroup:
         """The group that carries messages one way between two `sides`, of a pipeline's `ranks`. The two directions
         never share a group. NCCL has no tags: each boundary has groups of its own, of the two ranks that hold its
         sides, and results, which one rank sends, have one. On gloo, which tells boundaries apart by tag, the directions
         share a lock: while one thread sends, the thread that receives spins on it, for milliseconds if cores are few. A
-        gloo group has a thread that wakes a hundred times a second, so all boundaries share, and the way down has no
+        gloo group has a thread that wakes a hundred times a second, so all boundaries share, and the way forward has no
         group of its own: it uses the one that has these ranks for collectives and headers."""
-        way = "down" if downstream else "up"
+        way = "forward" if forward else "back"
         if self._device.type != "cpu":
             return self._new(ranks if purpose == "results" else tuple(sorted(sides)), f"{purpose} {way}")
-        group = self._new(ranks, way, apart=not downstream)
+        group = self._new(ranks, way, apart=not forward)
         if self._rank in sides:
             self._peers[group] |= {*sides} - {self._rank}
         return group

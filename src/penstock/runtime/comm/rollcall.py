@@ -31,6 +31,7 @@ PATIENCE = 3.0
 # How long a rank with a signal of its own waits for the others to come to the roll call.
 INTERRUPTED_PATIENCE = 10.0
 PAUSE = 0.02
+# As many as `Settings` has fields, and as `Settings.shared` gives: all roll calls have one length.
 MAX_FACTS = 10
 MAX_SHARED = 6
 
@@ -95,7 +96,7 @@ class RollCall:
     ) -> PendingRollCall:
         """Say that this rank is about to make `call`, as all pipelines do (`everyone`) or this one alone; `facts` are
         numbers to hand to the others, `shared` what must be the same in all pipelines (see `Answers.alike`)."""
-        assert len(facts) <= MAX_FACTS, "all roll calls have one length"
+        assert len(facts) <= MAX_FACTS, f"{len(facts)} facts: raise MAX_FACTS"
         return PendingRollCall(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
 
     def alive(self, number: int) -> dist.ProcessGroup:
@@ -201,7 +202,7 @@ class PendingRollCall:
         assert self._world is not None
         group = self._roll_call.alive(self._world)
         shared, wrong = ((), False) if self._shared is None else self._shared(_facts(said))
-        assert len(shared) <= MAX_SHARED, "all roll calls have one length"
+        assert len(shared) <= MAX_SHARED, f"{len(shared)} shared facts: raise MAX_SHARED"
         numbers = [CALLS.index(self._call), *shared, *[0] * (MAX_SHARED - len(shared))]
         most = torch.tensor([*numbers, *(-one for one in numbers), self._given_up, wrong], dtype=torch.int64)
         with self._roll_call.guard(self._world, self._call):

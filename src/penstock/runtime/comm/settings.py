@@ -19,7 +19,7 @@ from penstock.layout.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.p2p import DTYPES
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.loss_proxy import requires_grad
 
 MODULUS = 1 << 62
@@ -38,14 +38,16 @@ class SettingsMismatch(RuntimeError):
 
 
 class Settings(NamedTuple):
-    """One rank's facts.
+    """One rank's facts. Filled by position; the first two are the batch's.
 
     Attributes:
         fingerprint, num_microbatches: of the batch; the same on all ranks of a pipeline.
         plans: a checksum of the microbatches' plans; the same on all ranks of a pipeline.
         autocast: 0 if it is off, otherwise 1 + the number of its type.
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
+        loss_scale: its bits.
         reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
+        frozen, frozen_whole: see `FrozenParameters`.
         trainable: a digest of which of this rank's parameters are trainable, and of their types.
     """
 

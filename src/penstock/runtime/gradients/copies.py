@@ -17,7 +17,7 @@ import torch.distributed as dist
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.context import RankContext
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 
 # By how many roundings of their largest entry copies may differ that processors of unlike kinds have updated.
 ROUNDINGS = 8

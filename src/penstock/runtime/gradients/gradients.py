@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.context import RankContext
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.reduction import GradientReducer
 from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from penstock.runtime.comm.gloo import ALL_IN_TREES, wait_for_all
 from penstock.runtime.context import RankContext
-from penstock.runtime.gradients.ownership import HeldParameter
+from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.weight_gradients import knows_deferral
 from penstock.runtime.loss_proxy import requires_grad
 from penstock.runtime.report import ReductionReport, label
