@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig
 import penstock
 from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
+from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
 from tests.support.preference_runs import pairs, prefer, prefer_all, prompts, reinforce
@@ -228,3 +230,23 @@ def in_chunks(folder: Path) -> str:
 def test_logits_in_chunks_are_refused_with_a_reason(pool: Pool, tmp_path: Path) -> None:
     """They are made in parts as it is, and only a cross-entropy may take those of `loss_chunk_tokens`."""
     assert all("leave it out" in text for text in pool.run(2, in_chunks, tmp_path, init=False))
+
+
+def test_a_mean_that_has_nothing_in_a_microbatch_adds_nothing_to_the_loss() -> None:
+    class TwoMeans(OwnLoss):
+        def __init__(self) -> None:
+            """Without a trainer: only the sum of the terms is looked at."""
+
+        def terms(self) -> Sequence[Term]:
+            return [Term(None, {"kept": 0}), Term(None, {"kept": 2})]
+
+        def loss_of_microbatch(
+            self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]
+        ) -> torch.Tensor:
+            return outputs["logits"][: changes["kept"]].mean()
+
+    logits = torch.ones(4, requires_grad=True)
+    loss = TwoMeans().share_of_loss({"logits": logits}, {BATCH: {}, SHARES: [0.0, 0.5]})
+    loss.backward()
+    assert loss.item() == 0.5
+    assert logits.grad is not None and logits.grad.tolist() == [0.25, 0.25, 0.0, 0.0]

@@ -18,7 +18,7 @@ from penstock.schedule.registry import AUTO
 from penstock.sharded_optimizer.updates import dividing
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What all ranks must have been given alike, by name; with elastic= the run chooses pipelines of this schedule.
+# What all ranks must have been given alike, by name. With elastic= also `schedule`, see `facts`.
 _ALIKE = (
     "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
 )  # fmt: skip

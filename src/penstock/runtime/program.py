@@ -23,7 +23,8 @@ class Program:
         top: the highest of the rank's stages, whose backward is the caller's.
         splits_backward: whether weight gradients have actions of their own.
         final_backward: the position of the last backward, -1 if there is none.
-        whole_backwards: positions of backwards whose weight gradients follow at once.
+        whole_backwards: positions of backwards on stage 0 whose weight gradients follow at once: they compute them,
+            too; see `Schedule.whole_backwards`.
         final_weights: positions at which a stage's last weight gradients are computed.
         sends_ahead: `SENDS_AHEAD`, or more if the schedule needs more messages under way, lest it gets stuck.
         posts: for each action, which receives are posted there. Empty where they are posted as far ahead as there is

@@ -34,10 +34,10 @@ from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
 from penstock.trainer.adapter import not_over_pipelines
+from penstock.trainer.adapters import adapter_of
 from penstock.trainer.decisions import CommonDecisions
 from penstock.trainer.pipelines import EqualPipelines, Pipelines
 from penstock.trainer.plugin_pipelines import PluginPipelines
-from penstock.trainer.trl import adapter_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ REFUSED_IF_SET = {
 
 def in_place_of_the_trainers(ours: Callable[..., Any]) -> Any:
     """Makes of `ours`, a method of the mixin, the Trainer's own method of its name, for the mixin's objects. Classes
-    between the mixin and the Trainer that define it, too, are called, and come to `ours` by `super()`."""
+    between that define it, too, run first; their `super()` call reaches `ours`."""
     name = ours.__name__
 
     @functools.wraps(ours)
@@ -81,7 +81,8 @@ def in_place_of_the_trainers(ours: Callable[..., Any]) -> Any:
 
 
 def around_the_trainers(ours: Callable[..., Any]) -> Any:
-    """The same for a method that is given the Trainer's own, to be called without arguments, before its own ones."""
+    """As `in_place_of_the_trainers`, for `ours(self, own, *args)`: `own` is the Trainer's method, called without
+    arguments."""
     trainers = getattr(Trainer, ours.__name__)
 
     @functools.wraps(ours)
@@ -253,6 +254,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, by all ranks; then tells the engine where a run goes on from."""
         self.pipelines.surviving(partial(super()._save_checkpoint, *args, **kwargs))
         engine = self.pipelines.engine
         resume = engine.board.resume

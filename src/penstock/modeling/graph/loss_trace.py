@@ -1,4 +1,4 @@
-"""Finding the loss rule while a forward is traced."""
+"""Decides what a loss is, a mean, a sum or neither (`LossTrace.rule`), while a forward is traced."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import torch
 from transformers import TrainingArguments
 
 from penstock.trainer.adapter import not_over_pipelines
-from penstock.trainer.trl.own_loss import Term
+from penstock.trainer.own_loss import Term
 from penstock.trainer.trl.pairs import joined_pairs, num_pairs, pieces_of_pairs
 from penstock.trainer.trl.reference import AgainstReference
 
 # Of the losses in TRL's list, the one that is a mean over the tokens of the chosen completions.
-OVER_TOKENS = "sft"
+OVER_TOKENS = ("sft",)
 
 
 class DPO(AgainstReference):
@@ -39,8 +39,8 @@ class DPO(AgainstReference):
 
     def terms(self) -> Sequence[Term]:
         names, weights = self.trainer.loss_types, self.trainer.loss_weights
-        over_pairs = [pair for pair in zip(names, weights, strict=True) if pair[0] != OVER_TOKENS]
-        over_tokens = [pair for pair in zip(names, weights, strict=True) if pair[0] == OVER_TOKENS]
+        over_pairs = [pair for pair in zip(names, weights, strict=True) if pair[0] not in OVER_TOKENS]
+        over_tokens = [pair for pair in zip(names, weights, strict=True) if pair[0] in OVER_TOKENS]
         terms: list[Term] = []
         for count, chosen in ((num_pairs, over_pairs), (_chosen_tokens, over_tokens)):
             if chosen:

@@ -20,7 +20,7 @@ from penstock.random_state import all_restored, generators_in_use
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.rollcall import Call
 from penstock.trainer.adapter import not_over_pipelines
-from penstock.trainer.trl.own_loss import OwnLoss, Term
+from penstock.trainer.own_loss import OwnLoss, Term
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The figures of a reference model: of each batch before its step, or once before training for each sample."""
+"""The log-probabilities of a reference model: of each batch before its step, or of all samples before training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from penstock.trainer.trl.own_loss import OwnLoss
+from penstock.trainer.own_loss import OwnLoss
 
 
 class AgainstReference(OwnLoss):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.trainer.trl.own_loss import OwnLoss, Term
+from penstock.trainer.own_loss import OwnLoss, Term
 from penstock.trainer.trl.pairs import joined_pairs, num_pairs, pieces_of_pairs
 
 # An input that only the loss reads: one number for each pair. TRL gives it to the model, too, which drops it.

@@ -13,7 +13,7 @@ from penstock.modeling.collectives import OwnCollective
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError
 from penstock.trainer.adapter import Figures, NoFigures, not_over_pipelines
-from penstock.trainer.trl.own_loss import OwnLoss
+from penstock.trainer.own_loss import OwnLoss
 
 INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/your_own_loss.md"
 
@@ -101,7 +101,7 @@ class _FollowedLoss:
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         batch = {name: inputs[name] for name in self.batch if name in inputs}
-        return self._adapter.of_microbatch(outputs, batch, {})
+        return self._adapter.loss_of_microbatch(outputs, batch, {})
 
 
 class _NothingGathered:

@@ -25,7 +25,7 @@ from transformers import Trainer
 
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
-from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.graph.loss import Criterion, zero_loss
 from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.outputs import NamedOutput, OutputForm
 from penstock.runtime.comm.rollcall import Call
@@ -38,7 +38,7 @@ from penstock.trainer.trl.fused_head import in_place_of_trls
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # What the outputs of a batch are made into, as the last stage has made them.
-FIGURES = OutputForm(dict, ())
+OUTPUT_FORM = OutputForm(dict, ())
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,11 @@ class Term:
 
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`. What differs between trainers: `completed`, `pieces`,
-    `joined`, `terms`."""
+    `joined`, `terms`, `notes_in`."""
 
-    # Attributes of the trainer while its `compute_loss` is given a batch that `completed` has returned.
+    # Where the trainer notes figures until it logs them.
+    notes_in: ClassVar[Sequence[str]] = ("_metrics",)
+    # What the trainer has set while `compute_loss` gets a batch that `completed` has returned.
     when_completed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, trainer: Trainer) -> None:
@@ -118,8 +120,8 @@ class OwnLoss(TrainerAdapter):
             self._whole = self.completed(inputs)
         pieces = self.pieces(self._whole)
         microbatches = [
-            {**self.arguments(piece), BATCH: piece, SHARES: share}
-            for piece, share in zip(pieces, self._shares(pieces), strict=True)
+            {**self.arguments(piece), BATCH: piece, SHARES: shares}
+            for piece, shares in zip(pieces, self._shares(pieces).tolist(), strict=True)
         ]
         first, samples = self.engine.place.pipeline * len(pieces), sum(map(batch_size_of, microbatches))
         return MicrobatchedBatch(microbatches, samples, first_microbatch=first)
@@ -157,20 +159,21 @@ class OwnLoss(TrainerAdapter):
         name = f"{type(self.trainer).__name__}.compute_loss"
         raise not_over_pipelines(name, "it does not call the model")
 
-    def of_outputs(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def share_of_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """This microbatch's share of the loss of the batch; on the last stage."""
         parts = []
         for term, share in zip(self.terms(), inputs[SHARES], strict=True):
-            loss = self.of_microbatch(outputs, inputs[BATCH], term.changes)
-            parts.append(loss * share.to(loss))
+            loss = self.loss_of_microbatch(outputs, inputs[BATCH], term.changes)
+            # The mean of none of its elements is not a number.
+            parts.append(loss * share if share else zero_loss(loss, outputs))
         return torch.stack(parts).sum()
 
-    def of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
+    def loss_of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a part of the batch, of which the model gave these outputs, with changed attributes."""
         stand_in = _ModelStandIn(outputs)
         return self._compute(self._view(stand_in, changes), stand_in, batch)
 
-    def of_whole_batch(self, outputs: Any) -> torch.Tensor:
+    def loss_and_figures_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
         stand_in = _ModelStandIn(outputs)
         with torch.no_grad(), changed(self.trainer, self.when_completed):
@@ -183,16 +186,17 @@ class OwnLoss(TrainerAdapter):
     def _view(self, model: _ModelStandIn | _ModelRecorder, changes: Mapping[str, Any]) -> Any:
         """The trainer as its `compute_loss` sees it in a microbatch: what it notes there is dropped."""
         view = copy.copy(self.trainer)
+        notes: dict[str, Any] = {name: defaultdict(partial(defaultdict, list)) for name in self.notes_in}
         vars(view).update(
-            _metrics=defaultdict(partial(defaultdict, list)),
             model=model,
             accelerator=_AcceleratorStandIn(self.trainer.accelerator),
-            **{**self.when_completed, **changes},
+            **{**notes, **self.when_completed, **changes},
         )
         return view
 
     def check(self, whole: torch.Tensor, shares: torch.Tensor) -> None:
-        """Warn, once, if the loss of the batch is not what its microbatches' add up to."""
+        """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
+        else warns, once, if they differ or routers were split."""
         if torch.isnan(shares) and not torch.isnan(whole):
             name = f"{type(self.trainer).__name__}.compute_loss"
             raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
@@ -231,7 +235,7 @@ class _LossOfOutputs:
         self._adapter = adapter
 
     def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return self._adapter.of_outputs(outputs, inputs)
+        return self._adapter.share_of_loss(outputs, inputs)
 
 
 class OutputsOfStep:
@@ -250,8 +254,8 @@ class OutputsOfStep:
         adapter, engine = self._adapter, self._adapter.engine
         merged = self._merged() if self._outputs else None
         with engine.together(Call.SHARE, everyone=False):
-            outputs = share_output(merged, engine.context, FIGURES)
-        whole = adapter.of_whole_batch(outputs)
+            outputs = share_output(merged, engine.context, OUTPUT_FORM)
+        whole = adapter.loss_and_figures_of_batch(outputs)
         adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())
 
     def _merged(self) -> NamedOutput:
@@ -260,7 +264,7 @@ class OutputsOfStep:
             parts = [outputs[name] for outputs in self._outputs]
             if isinstance(first, torch.Tensor):
                 merged[name] = self._adapter.joined(parts) if first.dim() else torch.stack(parts).mean()
-        return NamedOutput(FIGURES, **merged)
+        return NamedOutput(OUTPUT_FORM, **merged)
 
 
 class _ModelIsCalled(BaseException):
