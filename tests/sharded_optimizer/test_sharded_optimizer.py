@@ -510,7 +510,7 @@ def step_with(kind: type[torch.optim.Optimizer], stages: int) -> None:
         (Decaying, "Decaying changes weights, or makes state for them, where they have no gradient"),
         (Averaging, "Averaging has other weights in evaluation"),
         (torch.optim.LBFGS, "LBFGS lets updates depend on other parameters"),
-        (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer lets updates depend on other parameters"),
+        (ZeroRedundancyOptimizer, "ZeroRedundancyOptimizer divides its state among all ranks"),
     ],
 )
 def test_optimizers_that_cannot_be_divided_are_refused_by_name(

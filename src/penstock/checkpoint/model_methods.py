@@ -78,7 +78,7 @@ def save_model(
 def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, select: Select, write: Write) -> None:
     """See `PipelineModel.save_adapter`."""
     ranks = saving_ranks(model.pipeline)
-    with model.pipeline.saving():
+    with model.pipeline.saving(Call.SAVE_ADAPTER):
         Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, ranks).run()
 
 
@@ -164,7 +164,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
         with _made_whole(model, content), _NoCollectives(name):
             returned.append(getattr(model, name)(*args, **kwargs))
 
-    with model.pipeline.saving():
+    with model.pipeline.saving(Call.SAVE_BY_OWN_METHOD):
         reports = tell_reports(world, what, report)
         world.together(f"running {name}() to {what}", lambda: each_file(own, reports, world, call))
     return returned[0] if returned else None

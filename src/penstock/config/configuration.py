@@ -169,7 +169,9 @@ class Configuration:
         section = {**section, **keys}
         configuration = cls(**section)
         if configuration.enable and "pipeline_parallel_size" not in section:
-            raise ConfigurationError(f"{SECTION}.pipeline_parallel_size is missing: give the number of stages")
+            raise ConfigurationError(
+                f"{SECTION}.pipeline_parallel_size is missing: give the number of ranks in a pipeline"
+            )
         return configuration
 
 
@@ -232,7 +234,10 @@ def _plain(value: Any) -> Any:
 # What a value must be, and how an error says this, for each key but the schedule.
 _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable": (lambda value: isinstance(value, bool), "true or false"),
-    "pipeline_parallel_size": (lambda value: _is_positive_integer(value) or value == "auto", "a positive integer"),
+    "pipeline_parallel_size": (
+        lambda value: _is_positive_integer(value) or value == "auto",
+        'a positive integer or "auto"',
+    ),
     "tensor_parallel_size": (_is_positive_integer, "a positive integer"),
     "context_parallel_size": (_is_positive_integer, "a positive integer"),
     "microbatch_size": (_is_positive_integer, "a positive integer or null"),

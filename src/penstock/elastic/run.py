@@ -282,8 +282,8 @@ class ElasticRun:
     def _recover(self, error: Exception) -> None:
         """Go on without those that were lost, if `error` says that somebody was; otherwise raise it."""
         while True:
-            is_loss = isinstance(error, PipelineFailure) or is_transport_error(error)
-            if isinstance(error, RunEnded | LeftOut) or not is_loss:
+            rank_was_lost = isinstance(error, PipelineFailure) or is_transport_error(error)
+            if isinstance(error, RunEnded | LeftOut) or not rank_was_lost:
                 raise error
             self.generations.refuse_if_fruitless(error)
             try:
@@ -491,7 +491,7 @@ class Change:
             until all members that are left had reported, and one decided. plan: that it took to choose the layout.
             form: process groups and stages. move: weights, optimizer state and objects. redo: what was repeated, until
             as much was computed as before.
-        num_bytes: of weights and optimizer state that this member received.
+        num_bytes: of weights and buffers that this member holds newly; 0 after going back to a checkpoint.
     """
 
     generation: int

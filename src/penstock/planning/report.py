@@ -125,8 +125,11 @@ def to_paste(plan: Plan) -> str:
     return "\n".join([*lines, flat if len(flat) <= WIDTH else json.dumps(section, indent=1)])
 
 
-# The parts of a device's memory, as columns.
-SHORT = ("weights", "grads", "Adam", "act.", "logits", "msgs")
+# The columns of what takes a device's memory, by its names in `TrainingSetup.bytes_by_kind`.
+SHORT = {
+    "weights": "weights", "gradients": "grads", "optimizer": "Adam", "activations": "act.", "logits": "logits",
+    "messages": "msgs",
+}  # fmt: skip
 
 
 def fit_text(
@@ -145,7 +148,7 @@ def fit_text(
     unit, scale = unit_of(max(max(one.values()) for one in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),
-        *(Column(name, justify="right", no_wrap=True) for name in SHORT),
+        *(Column(name, justify="right", no_wrap=True) for name in SHORT.values()),
         Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
@@ -154,7 +157,7 @@ def fit_text(
     title += "; parts: devices that share every sequence" * any(way.context_parallel > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
     for way, own in zip(shown, parts, strict=True):
-        sizes = [f"{size / scale:.2f}" for size in own.values()]
+        sizes = [f"{own[name] / scale:.2f}" for name in SHORT]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
         if way.context_parallel > 1:

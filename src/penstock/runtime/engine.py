@@ -366,7 +366,7 @@ class Engine:
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
 
     @contextlib.contextmanager
-    def saving(self, call: Call = Call.SAVE) -> Iterator[None]:
+    def saving(self, call: Call) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
         else the copies of a tied weight."""
         with self.together(call, [self.parts.updates.state(), self.parts.copies.vote()]) as said:

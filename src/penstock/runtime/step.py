@@ -3,11 +3,12 @@
 It runs actions until a backward of the rank's top stage is due, yields that microbatch's output, and goes on once the
 caller has called `.backward()` on its loss. Everything else happens between two yields or inside that backward.
 
-A step always comes to its end. If the caller leaves the loop early (a break, an exception in its body), the step runs
-what is left by itself, as the other ranks wait for this one's messages. All ranks then meet in the sum at its end,
-which counts those that left: if everyone did, the pipeline goes on; if not, every rank hears who did. A signal ends no
-step either: its handler is called at the end, where nothing is half done. One that came to some ranks may reach the
-others a moment later, and they wait for it, so that all have trained on the same steps."""
+A step that all ranks have begun comes to its end, unless a rank is lost or fails. If the caller leaves the loop early
+(a break, an exception in its body), the step runs what is left by itself, as the other ranks wait for this one's
+messages. All ranks then meet in the sum at its end, which counts those that left: if everyone did, the pipeline goes
+on; if not, every rank hears who did. A signal ends no step either: its handler is called at the end, where nothing is
+half done. One that came to some ranks may reach the others a moment later, and they wait for it, so that all have
+trained on the same steps."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.holders import HeldParameter
 
-# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance; and
-# those that divide their state among all ranks, which they take for replicas.
+# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
 OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
-OVER_ALL |= {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
+# Those that divide their state among all ranks, which they take for replicas.
+OVER_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
 # Those that compute an update from the whole of a matrix: sums over its rows and columns, products with itself.
 OVER_MATRICES = {"Adafactor", "Muon", "Shampoo", "SOAP"}
 
@@ -168,11 +168,16 @@ def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> 
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.
     used = closure is not None and kind.__module__.partition(".")[0] != "torch"
-    over_all = needs_closure or used or not names.isdisjoint(OVER_ALL)
+    over_all = needs_closure or used or not names.isdisjoint(OVER_ALL | OVER_RANKS)
     if not over_all and names.isdisjoint(OVER_MATRICES):
         return
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     ids = set(map(id, parameters))
+    if not names.isdisjoint(OVER_RANKS) and engines_of(parameters):
+        raise NotImplementedError(
+            f"{kind.__name__} divides its state among all ranks as if they were replicas, but each has parameters of "
+            "its own. Take torch.optim.AdamW, and sharded_optimizer=True to divide its state"
+        )
     if over_all and engines_of(parameters):
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
     elif any(one.sharded and id(one.parameter) in ids for engine in _engines for one in engine.held):

@@ -81,7 +81,7 @@ class P2PChannel:
 
     def __init__(self, channels: P2PChannels, boundary: int, kind: Message, group: dist.ProcessGroup, peer: int):
         self._channels = channels
-        of_result = kind >= Message.RESULT_HEADER
+        of_result = kind in (Message.RESULT_HEADER, Message.RESULT)
         where = f"for pipeline rank {boundary}" if of_result else f"between stages {boundary} and {boundary + 1}"
         self.name = f"{NAMES[kind]} {where}"
         send: _Transfer = group.send

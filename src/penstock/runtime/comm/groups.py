@@ -143,7 +143,7 @@ class Groups:
         self.reduction = {}
         for name in (
             "world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel",
-            "model_parallel", "model_parallel_control",
+            "context_parallel", "model_parallel", "model_parallel_control",
         ):  # fmt: skip
             setattr(self, name, None)
         destroy_groups(groups, self._aborted)

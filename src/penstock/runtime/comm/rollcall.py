@@ -48,6 +48,8 @@ class Call(Enum):
     UNSCALE = "GradScaler.unscale_"
     SAVE = "save_parallelized"
     SAVE_WHOLE = "save_pretrained"
+    SAVE_ADAPTER = "save_adapter"
+    SAVE_BY_OWN_METHOD = "a save by the model's own method"
     LOAD = "from_parallelized"
     LOAD_MODEL = "load_model"
     SAVE_OPTIMIZER = "save_optimizer"
