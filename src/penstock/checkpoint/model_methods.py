@@ -68,7 +68,7 @@ def save_model(
     if merge and getattr(model, "_hf_peft_config_loaded", False):  # adapters of transformers' `add_adapter`
         _save_injected(model, directory, own_save, arguments)
         return
-    ranks = saving_ranks(pipeline)
+    ranks = checkpoint_ranks(pipeline)
     with pipeline.saving(Call.SAVE_WHOLE if merge else Call.SAVE):
         save_parallelized(model, directory, world_comm=ranks, merge_checkpoints=merge, **arguments)
     how = "penstock.from_pretrained({!r}, config=...)" if merge else "model.from_parallelized({!r})"
@@ -77,7 +77,7 @@ def save_model(
 
 def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, select: Select, write: Write) -> None:
     """See `PipelineModel.save_adapter`."""
-    ranks = saving_ranks(model.pipeline)
+    ranks = checkpoint_ranks(model.pipeline)
     with model.pipeline.saving(Call.SAVE_ADAPTER):
         Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, ranks).run()
 
@@ -107,7 +107,7 @@ def _save_injected(
 def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> None:
     """See `PipelineModel.load_ordinary`."""
     pipeline = model.pipeline
-    comm = saving_ranks(pipeline)
+    comm = checkpoint_ranks(pipeline)
     with pipeline.together(Call.LOAD_MODEL):
         if folders := model.adapter_folders(os.fspath(directory)):
             load_adapters(model, folders, world_comm=comm, strict=strict)
@@ -118,12 +118,12 @@ def load_model(model: Any, directory: str | os.PathLike[str], strict: bool) -> N
 
 def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: str | None) -> None:
     """See `PipelineModel.from_parallelized`."""
-    comm = saving_ranks(model.pipeline)
+    comm = checkpoint_ranks(model.pipeline)
     with model.pipeline.together(Call.LOAD):
         from_parallelized(base_of(model), directory, world_comm=comm, variant=variant)
 
 
-def saving_ranks(pipeline: Engine | None) -> CheckpointRanks:
+def checkpoint_ranks(pipeline: Engine | None) -> CheckpointRanks:
     """How all ranks talk about checkpoints; a single process without a pipeline with nobody."""
     if pipeline is None:
         return CheckpointRanks()
@@ -145,7 +145,7 @@ def saving_ranks(pipeline: Engine | None) -> CheckpointRanks:
 def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of the model's own class that saves it, on one rank, where the model is whole meanwhile. Returns
     what it returned; None on the other ranks. Raises CheckpointError if it fails, or a rank cannot give its part."""
-    world = saving_ranks(model.pipeline)
+    world = checkpoint_ranks(model.pipeline)
     what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 
     def report() -> SavingReport:
@@ -244,7 +244,7 @@ def loss_scale_of(optimizer: Any) -> LossScale | None:
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
     numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
-    scale, ranks = loss_scale_of(optimizer), saving_ranks(pipeline)
+    scale, ranks = loss_scale_of(optimizer), checkpoint_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
     with pipeline.saving(Call.SAVE_OPTIMIZER):
@@ -259,7 +259,7 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             pipeline.split.model,
             folder,
             TrainingState(unwrapped(optimizer)),
-            world_comm=saving_ranks(pipeline),
+            world_comm=checkpoint_ranks(pipeline),
             variant=TRAINING_VARIANT,
         )
     pipeline.step_number = state.step

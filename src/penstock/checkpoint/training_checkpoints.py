@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import checked_weights
-from penstock.checkpoint.model_methods import loss_scale_of, saving_ranks, unwrapped
+from penstock.checkpoint.model_methods import checkpoint_ranks, loss_scale_of, unwrapped
 from penstock.checkpoint.save import Saver, save_run_state
 from penstock.checkpoint.training_state import (
     LOSS_SCALE,
@@ -165,7 +165,8 @@ def load_checkpoint(
 
     Pipelines, stages and tensor-parallel ranks may be other ones than in the run that saved, also a single process.
     Every rank calls it, and reads only what it needs. Nothing in a file is run. Values go into the objects that are
-    given, which stay the same objects; what is not given is not loaded.
+    given, which stay the same objects. What is not given is not loaded, except the states of random generators, the
+    seed of dropout and the number of steps begun, which always are.
 
     Args:
         folder: as given to `save_checkpoint`, or the folder of one of its checkpoints.
@@ -285,7 +286,7 @@ class Participants:
             return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
 
     def comm(self) -> CheckpointRanks:
-        return saving_ranks(self.engine)
+        return checkpoint_ranks(self.engine)
 
     @property
     def recovery(self) -> Recovery:

@@ -120,7 +120,7 @@ class Decoding:
     Attributes:
         ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
         chooses: whether this rank holds the last stage.
-        running: whether a session is open, so that calling the model means `forward`.
+        running: whether a session is open; a generate() called inside it is part of it.
         inside: whether a forward is being planned or run, so that the model's inner calls are its own.
         every_position: whether the logits of all positions are wanted on all ranks, not of the last position only.
         exchanges: how many exchanges this rank has begun in the session.

@@ -340,7 +340,8 @@ class Engine:
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
-        them or on none, and no signal tears it. Gives every rank's settings; `batch` tells of this rank's batch.
+        them or on none, and no signal tears it. Gives what the ranks of this pipeline said, or of plain
+        numbers what all ranks said, unless a call of `ALIKE` found them alike. `batch` tells of this rank's batch.
         """
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))

@@ -57,8 +57,10 @@ class StepReport:
     `global_loss`.
 
     Attributes:
-        own_sum: sum of the losses it yielded (this pipeline's share of the global batch's loss).
-        global_sum: the global batch's loss, over all pipelines; the same on every rank.
+        own_sum: sum of the losses it yielded: this pipeline's share of the global batch's loss, or the loss of its own
+            batch with `Engine.own_means`.
+        global_sum: the sum of these over all pipelines, the same on every rank: the global batch's loss, but with
+            `own_means`.
         seconds: duration, with the loop's body.
         bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.
         num_microbatches: microbatches of this pipeline.

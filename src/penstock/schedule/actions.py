@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Kind(StrEnum):
     """What an action computes.
 
-    ``B`` is the input gradient only where the schedule has ``splits_backward`` (a ``W`` follows), and the whole
-    backward otherwise.
+    ``B`` leaves weight gradients that can be deferred, those of most linear layers, to a later ``W`` where the schedule
+    has ``splits_backward``, and is the whole backward otherwise.
     """
 
     F = "F"
@@ -67,7 +67,7 @@ class Schedule:
         num_microbatches: microbatches per step.
         stage_to_rank: the pipeline rank that holds each stage.
         actions: per rank, its actions in execution order.
-        splits_backward: whether ``B`` is the input gradient only, with the weight gradient in a later ``W``.
+        splits_backward: whether ``B`` leaves weight gradients of linear layers to a later ``W``.
     """
 
     name: str

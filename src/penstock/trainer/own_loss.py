@@ -55,8 +55,10 @@ class Term:
 
 
 class OwnLoss(TrainerAdapter):
-    """The adapter for a trainer with its own `compute_loss`. What differs between trainers: `completed`, `pieces`,
-    `joined`, `terms`, `notes_in`."""
+    """The adapter for a trainer with its own `compute_loss`.
+
+    What differs between trainers: `completed` and `when_completed`, `pieces` and `joined`, `terms`, `notes_in`.
+    """
 
     # Where the trainer notes figures until it logs them.
     notes_in: ClassVar[Sequence[str]] = ("_metrics",)
@@ -194,14 +196,14 @@ class OwnLoss(TrainerAdapter):
         )
         return view
 
-    def check(self, whole: torch.Tensor, shares: torch.Tensor) -> None:
+    def check(self, whole: torch.Tensor, summed: torch.Tensor) -> None:
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
         else warns, once, if they differ or routers were split."""
-        if torch.isnan(shares) and not torch.isnan(whole):
+        if torch.isnan(summed) and not torch.isnan(whole):
             name = f"{type(self.trainer).__name__}.compute_loss"
             raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
         # More than sums in another order make of it.
-        apart = abs(whole - shares) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))
+        apart = abs(whole - summed) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))
         routed = getattr(self.trainer, "aux_loss_enabled", False) and self.engine.last_step.num_microbatches > 1
         if (apart or routed) and not self._warned:
             self._warned = True

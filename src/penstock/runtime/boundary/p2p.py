@@ -185,7 +185,8 @@ class P2PChannels:
         converts: whether tensors of types that NCCL has not are to travel as bytes. gloo sends any as it is.
         receives_ahead: see `RECEIVES_AHEAD`. On an accelerator none, as a posted receive holds up whatever waits for
             the device: there the program says where each is posted (see `penstock.schedule.communication`).
-        on_wait: called with the beginning and the end of each such wait, if set.
+        seconds_waited: how long this rank has waited for receives, in all.
+        on_wait: called with the beginning and the end of each of these waits, if set.
         labels: whether messages get names in torch's profiler.
     """
 

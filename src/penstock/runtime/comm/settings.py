@@ -256,10 +256,11 @@ class FrozenParameters:
         # By its first name in the unsplit model, the name that `named_parameters()` gives here.
         self.names = {one.name: own.get(id(one.parameter), one.name) for one in held}
 
-    def numbers(self, changed: Sequence[int] = (), copies: int = 0) -> tuple[int, int, int]:
+    def numbers(self, changed: Sequence[int] = (), faults: int = 0) -> tuple[int, int, int]:
         """This rank's `Settings.frozen`, `frozen_whole` and `trainable`. What is said of those at the places `changed`,
         which all holders must have changed, is counted in the first two as well, three times; and in the first one
-        `copies`, what is said of tied weights."""
+        `faults`: what is said of tied weights' copies, and whether the model has trained parameters that it had not
+        when it was parallelised."""
         flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
         if flags != self._flags or types != self._types or changed != self._changed:
             frozen = [said for said, trainable in zip(self._said, flags, strict=True) if not trainable]
@@ -271,7 +272,7 @@ class FrozenParameters:
             )
             self._flags, self._types, self._changed = flags, types, changed
         apart, whole, trainable = self._numbers
-        return (apart + copies) % MODULUS, whole, trainable
+        return (apart + faults) % MODULUS, whole, trainable
 
     def described(self) -> dict[str, tuple[bool, str]]:
         """Of each parameter here, by its first name in the unsplit model: whether it is frozen, and its name here."""
