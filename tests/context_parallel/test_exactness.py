@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.runtime.comm.settings import BatchMismatch
 from tests.support.context_parallel_ranks import (
     DECODERS,
     REFUSED,
     bytes_received,
     evaluate_in_parts,
     evaluate_unsplit,
+    logits_in_training,
     losses_with_shards,
     oracle,
     train_in_parts,
-    train_on_unlike_batches,
     train_refused,
+    use_unlike_batches,
 )
 from tests.support.pool import Pool
 from tests.support.training import EXACT, assert_steps_equal
@@ -64,10 +66,21 @@ def test_an_evaluation_gives_the_unsplit_outputs(pool: Pool, family: str) -> Non
         assert found.shape == logits.shape and float((found - logits).abs().max()) < EXACT
 
 
-def test_ranks_that_share_sequences_must_be_given_the_same_batch(pool: Pool) -> None:
-    for error in pool.run(2, train_on_unlike_batches, outcomes=True):
-        assert isinstance(error, RuntimeError | ValueError)
+@pytest.mark.parametrize("evaluates", [False, True], ids=["training", "evaluating"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_sequences_must_be_given_the_same_batch(pool: Pool, ranks: int, evaluates: bool) -> None:
+    """Of four ranks two each share theirs; an evaluation is that of a group alone."""
+    errors = pool.run(ranks, use_unlike_batches, evaluates, outcomes=True)
+    for error in errors[2:] if evaluates and ranks == 4 else errors:
+        assert isinstance(error, BatchMismatch), error
         assert "of pipelines that share their sequences must be given the same batch" in str(error)
+
+
+def test_outputs_in_training_are_those_of_a_part(pool: Pool) -> None:
+    for microbatches in pool.run(2, logits_in_training):
+        assert len(microbatches) == 2
+        for found, expected in microbatches:
+            assert found.shape == expected.shape and float((found - expected).abs().max()) < EXACT
 
 
 @pytest.mark.parametrize("key_value_heads", [2, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from penstock.checking.verify import verify
 from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.fit import Recipe, profiles_of, ways
 from penstock.planning.parts import groups_of, in_parts
-from penstock.planning.report import section_of
+from penstock.planning.plan import Job
+from penstock.planning.planner import Infeasible, make_plans
+from penstock.planning.profiling import profile_model
+from penstock.planning.report import plan_data, section_of
 from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.context_parallel_ranks import DECODERS, SAMPLES, inputs_of
+from tests.support.families import batch
 from tests.support.pool import Pool
+from tests.support.quantised import ROUNDING, base, load
+from tests.support.trainer_runs import fine_tune
 from tests.support.training import EXACT, gradients_of, kept_in_double, run_step, unsplit_step
 
 
@@ -48,6 +55,42 @@ def test_adapters_over_layers_that_are_recomputed_have_the_unsplit_gradients(poo
             wanted = expected[name]
             assert (gradient is None) == (wanted is None)
             assert gradient is None or wanted is None or float((gradient - wanted).abs().max()) < EXACT
+
+
+def step_over_four_bits(folder: Path) -> dict[str, torch.Tensor | None]:
+    return gradients_of_step(
+        penstock.initialize(load("llama", folder, "nf4"), pipeline_parallel_size=1, context_parallel_size=2)
+    )
+
+
+def gradients_of_step(model: Any) -> dict[str, torch.Tensor | None]:
+    given = batch("causal", 4)
+    if isinstance(model, penstock.PipelineModel):
+        run_step(model, given)
+    else:
+        model(**given, use_cache=False).loss.backward()
+    return gradients_of(model)
+
+
+def test_adapters_over_a_base_of_4_bits_have_the_unsplit_gradients(pool: Pool) -> None:
+    expected = gradients_of_step(load("llama", base("llama"), "nf4"))
+    for found in pool.run(2, step_over_four_bits, base("llama")):
+        trained = [name for name, gradient in found.items() if gradient is not None]
+        assert trained and sum(gradient is not None for gradient in expected.values()) == len(trained)
+        for name in trained:
+            one, wanted = found[name], expected[name]
+            assert one is not None and wanted is not None and float((one - wanted).abs().max()) < ROUNDING
+
+
+def fine_tune_in_parts(folder: str) -> str:
+    with pytest.raises(NotImplementedError) as refused:
+        fine_tune(Path(folder), packing=False, stages=1, parallelism={"context_parallel_size": 2})
+    return str(refused.value)
+
+
+def test_trainers_of_trl_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, fine_tune_in_parts, str(tmp_path), init=False):
+        assert "context_parallel_size with a " in text and "train with PipelineTrainer" in text
 
 
 def train(folder: str | None, parts: int, stages: int, until: int) -> tuple[list[float], torch.Tensor]:
@@ -142,6 +185,24 @@ def ways_of(profile: Any, memory: float, parts: int | None = None) -> list[Any]:
     cluster = Cluster((DeviceClass("device", 4, memory=memory),), inside=Link(1e-5, 1e10))
     found = ways(iter([(Recipe("float32", torch.float32), None, profile)]), cluster, 8)
     return [way for way in found if parts in (None, way.context_parallel)]
+
+
+def test_plans_in_parts_are_those_that_can_run() -> None:
+    """Pipelines that differ cannot share sequences."""
+    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
+    cluster = Cluster((DeviceClass("fast", 4), DeviceClass("slow", 2, speed=0.3)))
+    plain = Job(found, cluster, 7)
+    assert any(section_of(plan) is None for plan in make_plans(plain))
+    groups = groups_of(cluster, 2)
+    assert groups is not None
+    plans = make_plans(replace(plain, profile=in_parts(found, 2, cluster.inside), cluster=groups))
+    assert plans
+    for plan in plans:
+        section = section_of(plan)
+        assert section is not None and section["model_parallelism"]["context_parallel_size"] == 2
+        assert plan_data(plan, None)["code"] is None
+    with pytest.raises(Infeasible, match="pipelines that differ, and such cannot share sequences"):
+        make_plans(replace(plans[0].job, num_microbatches=5, copies=3))
 
 
 def test_a_part_costs_its_share_and_what_it_receives() -> None:

@@ -10,6 +10,7 @@ import torch
 
 import penstock
 from penstock.checking.double import kept_in_double
+from penstock.context_parallel.sequence import Cut
 from tests.support.families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Family, batch
 from tests.support.training import Batch, Step, gradients_of, run_step, unsplit_step
 
@@ -102,6 +103,8 @@ REFUSED = {
     "a criterion that sums": "over sum of the batch",
     "a criterion that shifts": "takes shift_labels",
     "an input without tokens": "cannot cut the input",
+    "attentions that are asked for": "leave out output_attentions",
+    "attentions by the configuration": "leave out output_attentions",
 }
 
 
@@ -118,6 +121,11 @@ def train_refused(case: str) -> None:
             options["criterion"] = _summed
         case "a criterion that shifts":
             options["criterion"] = _shifted
+        case "attentions that are asked for":
+            inputs["output_attentions"] = True
+        case "attentions by the configuration":
+            model.set_attn_implementation("eager")
+            model.config.output_attentions = True
         case "an input without tokens":
             inputs["pixel_values"] = torch.ones(SAMPLES, 3, 4, 4)
     run_step(lambda **given: model(**given, **options), inputs)
@@ -132,11 +140,32 @@ def _summed(output: Any, inputs: Batch) -> torch.Tensor:
     return _shifted(output, inputs, "sum")
 
 
-def train_on_unlike_batches() -> None:
+def use_unlike_batches(evaluates: bool = False) -> None:
+    """On a worker: a step or an evaluation, for which the last rank is given another batch."""
     model = _initialize("llama")
-    inputs = inputs_of("padded")
-    inputs["input_ids"] = (inputs["input_ids"] + torch.distributed.get_rank()) % VOCABULARY
-    run_step(model, inputs)
+    rank, inputs = torch.distributed.get_rank(), inputs_of("padded")
+    other = 1 if rank == torch.distributed.get_world_size() - 1 else 0
+    inputs["input_ids"] = (inputs["input_ids"] + model.data_parallel_rank + other) % VOCABULARY
+    if evaluates:
+        with torch.no_grad():
+            model.eval()(**inputs)
+    else:
+        run_step(model, inputs)
+
+
+def logits_in_training() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """On a worker: of each microbatch, the logits of the loop's output, and those of the unsplit model's part."""
+    model, inputs = _initialize("llama"), inputs_of("padded")
+    with kept_in_double():
+        whole = DECODERS["llama"].build()(**inputs).logits.detach()
+        found = []
+        for output in model(**inputs):
+            found.append(output.logits.detach())
+            output.loss.backward()
+    part = Cut(TOKENS, model.pipeline.place.pipeline, 2)
+    here = part.positions(whole.device) < TOKENS
+    pairs = zip(found, whole.chunk(2), strict=True)
+    return [(logits[:, here], part.take(rows, 1)[:, here]) for logits, rows in pairs]
 
 
 def bytes_received(key_value_heads: int) -> tuple[int, int]:

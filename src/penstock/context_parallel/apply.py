@@ -17,6 +17,7 @@ from penstock.context_parallel.attention import KNOWN, Exchange, computing, conn
 from penstock.context_parallel.sequence import SHIFTED, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule, LossTerm
+from penstock.modeling.libraries import configuration_of
 from penstock.modeling.stage.outputs import form_of, output_of
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.context import RankContext
@@ -80,6 +81,8 @@ class ContextParallel:
         assert context.groups.context_parallel is not None
         self.exchange = Exchange(context.groups.context_parallel, context.device, context.board)
         self._split, self._num_shards = split, context.layout.tensor_parallel_size
+        found = (configuration_of(module) for module in split.model.modules())
+        self._configs = [*{id(config): config for config in found}.values()]
         self.takes_positions = "position_ids" in inspect.signature(split.model.forward).parameters
         split.computing = self._computing
         connect(split.model, self.exchange)
@@ -94,6 +97,11 @@ class ContextParallel:
         return [self._part_of(microbatch, criterion) for microbatch in microbatches]
 
     def _part_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> SequencePart:
+        asked = inputs.get("output_attentions")
+        if asked or (asked is None and any(getattr(one, "output_attentions", False) for one in self._configs)):
+            raise NotImplementedError(
+                "under context_parallel_size no rank has the attentions of whole sequences; leave out output_attentions"
+            )
         length = length_of(inputs)
         term = _shifted(self._mean_of(_first_tokens(inputs, length), criterion))
         positions = self.positions(inputs.get("attention_mask"), length) if self.takes_positions else None
@@ -122,6 +130,10 @@ class ContextParallel:
             raise NotImplementedError(
                 f"context_parallel_size needs a criterion that takes a mean where it is given no {NUM_ITEMS}: {error}"
             ) from error
+
+    def differ(self, number: int) -> bool:
+        """Whether the pipelines that share these sequences have different numbers."""
+        return self.exchange.differ(number)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the parts."""

@@ -92,7 +92,13 @@ def ways(
             shares = shares_of(job) if recipe.sharded else [0]
             for checkpointing in (False, True) if shares else ():
                 jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
-                found.append(TrainingSetup(recipe, checkpointing, chunk, *_planned(jobs), context_parallel=parts))
+                try:
+                    planned = _planned(jobs)
+                except Infeasible:
+                    if parts == 1:
+                        raise
+                    continue  # no pipelines are alike, whatever the memory
+                found.append(TrainingSetup(recipe, checkpointing, chunk, *planned, context_parallel=parts))
     return found
 
 

@@ -97,6 +97,11 @@ class Plan:
         return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
 
     @property
+    def is_alike(self) -> bool:
+        """Whether all pipelines have the same stages and as many microbatches, as `initialize` makes them."""
+        return len({str((one.stage_names, one.schedule.num_microbatches)) for one in self.pipelines}) == 1
+
+    @property
     def devices(self) -> tuple[int, ...]:
         return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
 

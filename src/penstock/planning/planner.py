@@ -12,6 +12,7 @@ from penstock.layout.partition import partition, split_into
 from penstock.planning.candidates import Candidate, Candidates, some_depths
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import HeldBytes, readable
+from penstock.planning.parts import KEY
 from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
 from penstock.planning.profile import seconds_of, stages_of
 from penstock.schedule.registry import PLAIN
@@ -52,7 +53,21 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
             heappush(queue, (seconds, True, -place, candidate))
     if not plans:
         raise explain(job)
-    return plans[:most]
+    return _alike(job, plans)[:most] if KEY in job.profile.about else plans[:most]
+
+
+def _alike(job: Job, plans: Sequence[Plan]) -> list[Plan]:
+    """Of these plans, and of all equal pipelines, those whose pipelines are alike: others cannot share sequences."""
+    depths = range(1, min(job.cluster.size, len(job.parts)) + 1)
+    equal = [equal_pipelines(job, name, depth) for name in job.schedules for depth in depths]
+    kept = [plan for plan in [*plans, *equal] if plan is not None and plan.is_alike]
+    if not kept:
+        raise Infeasible(
+            f"no plan: those that fit have pipelines that differ, and such cannot share sequences ({KEY}): change the "
+            "number of devices or of microbatches"
+        )
+    alike = {(plan.schedule_names, tuple(plan.devices), str(plan.pipelines[0].stage_names)): plan for plan in kept}
+    return sorted(alike.values(), key=lambda plan: (plan.seconds, len(plan.devices)))
 
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:

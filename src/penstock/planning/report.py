@@ -58,8 +58,7 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
 
 def section_of(plan: Plan) -> dict[str, Any] | None:
     """A plan as the configuration of `initialize`; None if its pipelines differ, in which the plugin forms them."""
-    stages = [(pipeline.stage_names, pipeline.schedule.num_microbatches) for pipeline in plan.pipelines]
-    if any(one != stages[0] for one in stages):
+    if not plan.is_alike:
         return None
     first, about = plan.pipelines[0], plan.job.profile.about
     section: dict[str, Any] = {"pipeline_parallel_size": len(first.devices)}
@@ -292,7 +291,7 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
         "bubble": plan.bubble,
         "bytes on links": plan.bytes_on_links,
         "configuration": section_of(plan),
-        "code": code_of(plan),
+        "code": None if KEY in plan.job.profile.about else code_of(plan),  # the plugin shares no sequences
         "speed over equal pipelines": None if equal is None else equal.seconds / plan.seconds,
         "pipelines": pipelines,
     }

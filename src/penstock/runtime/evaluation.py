@@ -83,16 +83,18 @@ def _evaluation(
     prepared = engine.prepare(microbatches, sizes, first, criterion, in_parts=in_parts)
     if everyone:
         refuse_without_loss(engine.split.model, prepared)
+    sequences = engine.parts.sequences if in_parts else None
+    # Pipelines that share sequences evaluate together; if these are all of them, one roll call is that of all.
+    together = everyone or (sequences is not None and engine.layout.num_replicas == 1)
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
         with (
-            engine.together(call, settings, everyone, partial(described, inputs, sizes)) as said,
+            engine.together(call, settings, together, partial(described, inputs, sizes)) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1
             states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
-            sequences = parts.sequences if in_parts else None
             counts = _counts(engine, prepared, everyone, sequences) if engine.context.holds_output else ()
             outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, counts)
             output = None

@@ -63,16 +63,19 @@ class Settings(NamedTuple):
     trainable: int = 0
 
     def shared(
-        self, pipeline: PipelineLayout, one_batch: bool, said: Mapping[int, Sequence[int]]
+        self, pipeline: PipelineLayout, layout: Layout, said: Mapping[int, Sequence[int]]
     ) -> tuple[list[int], bool]:
-        """What all pipelines must have alike (the batch, too, if it is `one_batch` of all), and whether something is
-        wrong in this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` finds nothing."""
+        """What all pipelines must have alike (the batch, too, if all share their sequences), and whether something is
+        wrong in this rank's own, or cannot be told so (a `Summary`). If all is alike and nothing wrong, `compare` and
+        `batches_differ` find nothing."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         batches = {(one.num_microbatches, one.fingerprint, one.plans) for one in every.values()}
         frozen = _frozen_in(pipeline, every)
         (apart, whole), *others = frozen
-        wrong = len(batches) > 1 or apart != 0 or bool(others)
-        batch = [self.fingerprint ^ self.num_microbatches] if one_batch else []
+        # Several groups of pipelines that share sequences: each group has another batch.
+        untold = layout.context_parallel_size > 1 and layout.num_replicas > 1
+        wrong = len(batches) > 1 or apart != 0 or bool(others) or untold
+        batch = [self.fingerprint ^ self.num_microbatches] if layout.num_replicas == 1 else []
         return [self.autocast, self.modes, self.loss_scale, self.reduces, whole, *batch], wrong
 
     @staticmethod
