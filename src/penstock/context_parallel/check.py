@@ -87,6 +87,9 @@ def _first_of_all(engine: Engine, mine: int | None) -> int | None:
 def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    for module in modes:
+        # In evaluation bitsandbytes may pack a weight anew on a CPU, for good, and then rounds more.
+        module.training = any(not one.is_floating_point() for one in module.parameters(recurse=False))
     try:
         yield
     finally:
