@@ -165,6 +165,7 @@ def lose_a_loader_worker(folder: str) -> None:
     for number, ids in enumerate(loader):
         if number == 1 and my_rank() == 0:
             wait_until(rows.killed.exists)
+            time.sleep(1)  # the worker has ended, and its rank has been told, before the step can end
         elif number == 1:
             touch_as_it_waits(model, rows.waits)
         run_step(model, {"input_ids": ids, "labels": ids})
