@@ -21,10 +21,10 @@ from trl import SFTConfig, SFTTrainer
 
 import penstock
 from penstock.checking.compare import ACCUMULATED, EXACT
-from penstock.modeling import packed_layers
 from penstock.modeling.instrumentation import tensors_of
 from penstock.modeling.packed_layers import mark_packed
 from penstock.modeling.weights.load import load_stage
+from penstock.planning import qlora
 from penstock.planning.cluster import Cluster, DeviceClass
 from penstock.planning.fit import Recipe, profiles_of
 from penstock.planning.plan import Job
@@ -329,8 +329,8 @@ def predicted(config: Any, checkpointing: bool) -> tuple[list[tuple[str, ...]], 
         subject = transformers.AutoModelForCausalLM.from_config(config)
 
     def change(model: Any) -> None:
-        packed_layers.adapt(model, RANK)
-        packed_layers.pack(model, "nf4")
+        qlora.adapt(model, RANK)
+        qlora.pack(model, "nf4")
 
     recipe = Recipe("nf4, LoRA 8", torch.bfloat16, packed=True, change=change)
     _, _, profile = next(profiles_of(subject, [recipe], BATCH, LENGTH, 1e12))
@@ -347,7 +347,7 @@ def measured(source: Path, split_point: str, checkpointing: bool) -> int:
     def adapted(model: Any) -> Any:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return get_peft_model(model, LoraConfig(r=RANK, target_modules=packed_layers.names_to_adapt(model)))
+        return get_peft_model(model, LoraConfig(r=RANK, target_modules=qlora.names_to_adapt(model)))
 
     model = penstock.from_pretrained(
         str(source), adapt=adapted, dtype=torch.bfloat16, quantization_config=config_of("nf4"),

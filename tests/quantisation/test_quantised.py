@@ -23,13 +23,13 @@ import penstock
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.elastic.generations import leave_world
-from penstock.modeling import packed_layers
 from penstock.modeling.graph.costs import unit_costs
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.instrumentation import tensors_of
 from penstock.modeling.libraries import base_of
 from penstock.modeling.packed_layers import mark_packed, tensors_inside
 from penstock.modeling.weights.load import load_stage
+from penstock.planning import qlora
 from penstock.planning.memory import HeldBytes
 from penstock.planning.profiling import profile_model
 from penstock.trainer.pipeline_trainer import PipelineTrainer
@@ -186,8 +186,8 @@ def held_in_training(folder: Path, kind: str) -> tuple[list[str], int]:
 def test_the_planner_counts_what_a_stage_of_a_quantised_model_holds(pool: Pool, kind: str, said: str) -> None:
     """`penstock plan --quantization nf4 --lora-rank 16`, of the configuration alone."""
     outline = base_of(load("llama", wide_base("llama"), None, adapters=False)).to("meta")
-    packed_layers.adapt(outline, 16)
-    packed_layers.pack(outline, said)
+    qlora.adapt(outline, 16)
+    qlora.pack(outline, said)
     planned = {unit.name: unit for unit in profile_model(outline).units}
     for units, found in pool.run(2, held_in_training, wide_base("llama"), kind):
         together = HeldBytes.together(planned[name] for name in units)

@@ -270,8 +270,8 @@ def _model(
 
     from penstock.checking.check import build_on_meta
     from penstock.modeling.instrumentation import known_of
-    from penstock.modeling.packed_layers import adapt, pack
     from penstock.nested import named_tensors
+    from penstock.planning.qlora import adapt, pack
 
     if rank is None and quantization is not None:
         raise ValueError("--quantization needs --lora-rank 16: packed weights are not trained, adapters on them are")
@@ -330,9 +330,10 @@ def fit(
     Example: penstock fit LlamaForCausalLM --devices 3090:3 --length 2048 --lora-rank 16
     """
     with waiting("following the model"):
-        from penstock.modeling.packed_layers import names_to_adapt, stacks_of
+        from penstock.modeling.packed_layers import stacks_of
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, operations_of, parse_devices
         from penstock.planning.fit import profiles_of, ways
+        from penstock.planning.qlora import names_to_adapt
         from penstock.planning.report import draw_memory, fit_text
 
         classes = parse_devices(devices, memory, speed)
@@ -365,8 +366,8 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | N
     the names of a mixture's linear layers."""
     import torch
 
-    from penstock.modeling.packed_layers import adapt, pack
     from penstock.planning.fit import Recipe
+    from penstock.planning.qlora import adapt, pack
 
     whole, half = torch.float32, torch.bfloat16 if bfloat16 else torch.float16
     recipes = [Recipe("float32", whole), Recipe("float32, sharded", whole, sharded=True)]
