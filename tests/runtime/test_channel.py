@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
 from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET
+from penstock.runtime.failures.position import Position
 
 
 class Lost(Exception):
@@ -107,9 +109,13 @@ def test_a_transfer_that_never_ends_holds_no_rank_whose_job_has_failed(
     channel = channel_over(group)
     channel.send([tensor]) if sends else channel.post_receive([tensor])
     board: Any = channel._channels.board
+    position, seen = Position(), list[bool]()
 
     def fail() -> None:
         group.waiting.wait()
+        for _ in range(20):
+            time.sleep(0.01)
+            seen.append(position.waits())
         board.failed = True
 
     watcher = threading.Thread(target=fail)
@@ -118,6 +124,7 @@ def test_a_transfer_that_never_ends_holds_no_rank_whose_job_has_failed(
         channel.release() if sends else channel.receive()
     watcher.join()
     group.ends.set()
+    assert sum(seen) > 10, "the watcher does not see that the host waits for another rank, and asks nobody"
 
 
 def message(size: int, first: int = 0) -> list[torch.Tensor]:

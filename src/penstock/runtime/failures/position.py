@@ -19,7 +19,10 @@ CALLS_KEPT = 64
 # A host whose innermost Python code is here waits for another rank.
 WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.file_specs")
 # Looked through: what others call in order to wait.
-TRANSPARENT_PACKAGES = ("torch.distributed", "torch._compile", "threading", "contextlib", "functools")
+TRANSPARENT_PACKAGES = (
+    *("torch.distributed", "torch._compile"),
+    *("threading", "concurrent.futures", "contextlib", "functools"),
+)
 
 
 class CallRecord(NamedTuple):
