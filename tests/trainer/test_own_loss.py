@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig
@@ -197,19 +198,53 @@ def test_model_and_reference_may_be_loaded_by_stages(pool: Pool, tmp_path: Path)
         assert not {name: value for name, value in found.items() if value > 1e-6}
 
 
+def words_in(text: str) -> int:
+    """Count words.
+
+    Args:
+        text: in which.
+    """
+    return len(text.split())
+
+
+class Environment:
+    def reset(self, **kwargs: Any) -> None:
+        pass
+
+    def count(self, text: str) -> int:
+        """Count words.
+
+        Args:
+            text: in which.
+        """
+        return words_in(text)
+
+
+class GRPOTrainer(PipelineGRPOTrainer):
+    """A user's class with the name of TRL's, of whose module something is replaced."""
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DPO", {"args": {"use_liger_kernel": True}}, "use_liger_kernel"),
     ("DPO", {"parallelism": HeterogeneousParallelPlugin(microbatch_size=4)}, "HeterogeneousParallelPlugin"),
     ("GRPO", {"args": {"use_transformers_continuous_batching": True}}, "use_transformers_continuous_batching"),
+    ("GRPO", {"args": {"use_vllm": True}}, "use_vllm"),
+    ("GRPO", {"args": {"cast_lm_head_to_fp32": True}}, "cast_lm_head_to_fp32"),
     ("GRPO", {"args": {"top_entropy_quantile": 0.2}}, "top_entropy_quantile"),
     ("GRPO", {"args": {"entropy_coef": 0.1}}, "entropy_coef"),
+    ("GRPO", {"args": {"use_adaptive_entropy": True}}, "use_adaptive_entropy"),
+    ("GRPO", {"rollout_func": len}, "rollout_func"),
+    ("GRPO", {"tools": [words_in]}, "tools"),
+    ("GRPO", {"environment_factory": Environment}, "environment_factories"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "given", "named"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, kind: str, given: dict[str, Any], named: str) -> None:
     arguments = {**defaults(tmp_path, 1, 1), "eval_strategy": "no", "bf16": False, **given.get("args", {})}
-    common: dict[str, Any] = {"processing_class": tokenizer(), "parallelism": given.get("parallelism", TWO)}
+    words = tokenizer()
+    words.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()  # it can call tools
+    common: dict[str, Any] = {"processing_class": words, "parallelism": given.get("parallelism", TWO)}
     model = FAMILIES["llama"].build(**SIZES)
     with pytest.raises(ValueError, match=rf"{named}.* does not work (over pipelines|with a plugin)"):
         if kind == "DPO":
@@ -218,7 +253,8 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, kind: str, given: d
             PipelineDPOTrainer(model, ref_model=other, args=options, train_dataset=pairs(8, 1), **common)
         else:
             options = GRPOConfig(**arguments, num_generations=2)
-            PipelineGRPOTrainer(model, reward_funcs=len, args=options, train_dataset=prompts(8, 1), **common)
+            further = {name: value for name, value in given.items() if name != "args"}
+            GRPOTrainer(model, reward_funcs=len, args=options, train_dataset=prompts(8, 1), **common, **further)
 
 
 def in_chunks(folder: Path) -> str:

@@ -336,6 +336,25 @@ def test_trainers_that_run_the_model_themselves_are_refused_with_what_to_do(name
         kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
 
 
+@pytest.mark.parametrize("base", [trl.DPOTrainer, trl.GRPOTrainer, trl.SFTTrainer], ids=lambda base: base.__name__)
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+def test_another_loss_in_a_class_derived_from_trls_is_refused_by_name(base: Any, method: str) -> None:
+    """The adapter knows of which means TRL's loss is made: another one, as GMPO's, would be scaled wrongly."""
+    changed = type("Changed", (base,), {method: lambda *_: None})
+    kind: Any = type("Own", (PipelineTrainerMixin, changed), {})
+    with pytest.raises(
+        ValueError, match=rf"Changed\.{method} does not .* not the loss of {base.__name__}\. Write a loop"
+    ):
+        kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
+
+
+def test_a_class_with_the_name_of_one_of_trls_is_not_taken_for_it() -> None:
+    other = type("DPOTrainer", (Trainer,), {"compute_loss": lambda *_: None, "__module__": "trl.experimental.other"})
+    kind: Any = type("Own", (PipelineTrainerMixin, other), {})
+    with pytest.raises(ValueError, match=r"DPOTrainer\.compute_loss does not work over pipelines: it runs the model"):
+        kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
+
+
 def test_losses_that_training_would_not_call_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"OwnLoss\.compute_loss does not work .*put PipelineTrainerMixin before"):
         OwnLoss(gpt2(), arguments(tmp_path), parallelism={"pipeline_parallel_size": 2})

@@ -59,13 +59,14 @@ class TrainerAdapter:
     It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order.
 
     Attributes:
-        trainer_class: the name of the class, of TRL, that this adapter is for.
+        trainer_class: the name that TRL gives the class which this adapter is for.
+        owner: the class among the trainer's whose `compute_loss` this is.
     """
 
     trainer_class: ClassVar[str] = ""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
+        self.trainer, self.owner = trainer, owner
 
     @property
     def engine(self) -> Engine:

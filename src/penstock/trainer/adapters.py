@@ -4,6 +4,9 @@ plain one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from transformers import Trainer
 
 from penstock.trainer.adapter import TrainerAdapter, not_over_pipelines
@@ -16,29 +19,53 @@ from penstock.trainer.users_loss import UsersLoss
 
 ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO)
 
+# The methods in which TRL's trainers compute a loss: an adapter knows of which means it is made there.
+LOSS_METHODS = ("compute_loss", "_compute_loss")
 # What other trainers of TRL do in their `compute_loss`, and what to do instead.
 RUNS_THE_MODEL = (
     "it runs the model itself. Write a loop of your own, with the loss as a criterion: docs/your_own_loss.md"
 )
 
+# What to do instead of another loss in a class derived from one of TRL's.
+OTHER_LOSS = (
+    "Write a loop of your own, with the loss as a criterion: docs/your_own_loss.md. SFT takes compute_loss_func"
+)
 
-def adapter_of(kind: type[Trainer], mixin: type[Trainer]) -> type[TrainerAdapter]:
-    """The adapter for a class of trainers with the mixin: that of the first class below it with a loss of its own.
+
+def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
+    """The adapter for a trainer of a class with the mixin: that of the first class below it with a loss of its own.
 
     Raises:
-        ValueError: there is none for a class with its own `compute_loss`; names it.
+        ValueError: there is none for a class with a loss of its own; names it.
     """
-    owners = [one for one in kind.__mro__ if one is not mixin and "compute_loss" in vars(one)]
-    owner = owners[0]
-    if owner is Trainer:
-        return TrainerAdapter
-    name = f"{owner.__name__}.compute_loss"
-    if owner in kind.__mro__[: kind.__mro__.index(mixin)]:
-        raise not_over_pipelines(name, f"put {mixin.__name__} before the class that has it")
-    of_trl = [one for one in owners if one.__module__.startswith("trl.")]
-    if not of_trl:
-        return UsersLoss
+    above, below = _around(mixin, type(trainer).__mro__)
+    owners = [one for one in (*above, *below) if "compute_loss" in vars(one)]
+    if (owner := owners[0]) is Trainer:
+        return TrainerAdapter(trainer, owner)
+    if owner in above:
+        raise not_over_pipelines(f"{owner.__name__}.compute_loss", f"put {mixin.__name__} before the class that has it")
+    of_trl = next((one for one in owners if one.__module__.startswith("trl.")), None)
+    if of_trl is None:
+        return UsersLoss(trainer, owner)
+    for one in (*above, *below[: below.index(of_trl)]):
+        for name in LOSS_METHODS:
+            if name in vars(one):
+                raise not_over_pipelines(
+                    f"{one.__name__}.{name}", f"it is not the loss of {of_trl.__name__}. {OTHER_LOSS}"
+                )
     for adapter in ADAPTERS:
-        if of_trl[0] is owner and owner.__name__ == adapter.trainer_class:
-            return adapter
-    raise not_over_pipelines(name, RUNS_THE_MODEL if of_trl[0] is owner else "use compute_loss_func")
+        if of_trl.__name__ == adapter.trainer_class and of_trl is _public(adapter.trainer_class):
+            return adapter(trainer, of_trl)
+    raise not_over_pipelines(f"{of_trl.__name__}.compute_loss", RUNS_THE_MODEL)
+
+
+def _around(mixin: type, kinds: Sequence[type]) -> tuple[Sequence[type], Sequence[type]]:
+    place = kinds.index(mixin)
+    return kinds[:place], kinds[place + 1 :]
+
+
+def _public(name: str) -> Any:
+    """The class that TRL gives under this name: its experimental part may have another one of the same name."""
+    import trl
+
+    return getattr(trl, name)

@@ -65,15 +65,15 @@ class OwnLoss(TrainerAdapter):
     # What the trainer has set while `compute_loss` gets a batch that `completed` has returned.
     when_completed: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
+        super().__init__(trainer, owner)
         self._loss = _LossOfOutputs(self)
         self._warned = False
 
     @property
     def name(self) -> str:
         """Whose loss it is, in errors."""
-        return self.trainer_class
+        return self.owner.__name__
 
     def refuse_plugin(self) -> None:
         instead = 'use parallelism={"pipeline_parallel_size": ...}'
@@ -158,8 +158,7 @@ class OwnLoss(TrainerAdapter):
             self._compute(self._view(asked, {}), asked, batch)
         except _ModelIsCalled as call:
             return call.arguments
-        name = f"{type(self.trainer).__name__}.compute_loss"
-        raise not_over_pipelines(name, "it does not call the model")
+        raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", "it does not call the model")
 
     def share_of_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """This microbatch's share of the loss of the batch; on the last stage."""
@@ -200,7 +199,7 @@ class OwnLoss(TrainerAdapter):
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
         else warns, once, if they differ or routers were split."""
         if torch.isnan(summed) and not torch.isnan(whole):
-            name = f"{type(self.trainer).__name__}.compute_loss"
+            name = f"{self.owner.__name__}.compute_loss"
             raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
         # More than sums in another order make of it.
         apart = abs(whole - summed) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))

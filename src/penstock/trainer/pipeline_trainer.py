@@ -119,7 +119,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
     def __init__(
         self, *args: Any, parallelism: ConfigLike | HeterogeneousParallelPlugin | None = None, **kwargs: Any
     ) -> None:
-        self.adapter = adapter_of(type(self), PipelineTrainerMixin)(self)
+        self.adapter = adapter_of(self, PipelineTrainerMixin)
         self.pipelines: Pipelines = (
             PluginPipelines(self, parallelism)
             if isinstance(parallelism, HeterogeneousParallelPlugin)

@@ -22,14 +22,13 @@ class UsersLoss(OwnLoss):
     """Which mean the loss is, is seen when it is followed before the first step, as with any criterion. What it needs
     besides outputs and inputs is missed there, and refused by name, on all ranks."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
+        super().__init__(trainer, owner)
         self._followed = _FollowedLoss(self)
 
     @property
     def name(self) -> str:
-        owner = next(kind for kind in type(self.trainer).__mro__[1:] if kind.__module__.partition(".")[0] != "penstock")
-        return f"{owner.__name__}.compute_loss"
+        return f"{self.owner.__name__}.compute_loss"
 
     def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
         given = {**inputs, **({} if number is None else {NUM_ITEMS: torch.as_tensor(number)})}

@@ -72,8 +72,7 @@ class GRPO(OwnLoss):
     @property
     def _module(self) -> Any:
         """TRL's module of the trainer."""
-        kinds = type(self.trainer).__mro__
-        return inspect.getmodule(next(kind for kind in kinds if kind.__name__ == self.trainer_class))
+        return inspect.getmodule(self.owner)
 
     def _set_seed(self, seed: int, device_specific: bool = False) -> None:
         """In place of accelerate's: ranks of a pipeline have the same random numbers."""
