@@ -196,16 +196,16 @@ def test_what_is_no_configuration_at_all_is_a_type_error(config: object) -> None
 def test_a_key_is_accepted_under_its_old_name_with_a_warning() -> None:
     for config, keys in (
         ({"pipeline_parallel_size": 1, "micro_batch_size": 2}, {}),
-        (
-            {"model_parallelism": {"pipeline_parallel_size": 1, "micro_batch_size": 2}},
-            {},
-        ),
+        ({"model_parallelism": {"pipeline_parallel_size": 1, "micro_batch_size": 2}}, {}),
         ({"pipeline_parallel_size": 1}, {"micro_batch_size": 2}),
     ):
-        with pytest.warns(DeprecationWarning, match="micro_batch_size is microbatch_size since 0.4"):
-            assert Configuration.from_any(config, **keys).microbatch_size == 2
+        with pytest.warns(FutureWarning, match="micro_batch_size is microbatch_size since 0.4"):
+            configuration = Configuration.from_any(config, **keys)
+        assert configuration.microbatch_size == 2
+        with pytest.warns(FutureWarning, match="micro_batch_size is microbatch_size since 0.4"):
+            assert configuration.micro_batch_size == 2
     both = {"pipeline_parallel_size": 1, "micro_batch_size": 2, "microbatch_size": 2}
-    with pytest.warns(DeprecationWarning), pytest.raises(ConfigurationError, match="old name of microbatch_size"):
+    with pytest.warns(FutureWarning), pytest.raises(ConfigurationError, match="old name of microbatch_size"):
         Configuration.from_any(both)
 
 

@@ -113,6 +113,12 @@ class Configuration:
             raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
 
     @property
+    def micro_batch_size(self) -> int | None:
+        """`microbatch_size`, under its old name."""
+        _warn_of_old_name("micro_batch_size")
+        return self.microbatch_size
+
+    @property
     def time_limit(self) -> datetime.timedelta | None:
         """`timeout` as a timedelta, or None."""
         return None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
@@ -192,10 +198,15 @@ def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:
 def _renamed(section: Mapping[str, Any]) -> dict[str, Any]:
     """A section with the keys of today."""
     for old in RENAMED.keys() & section.keys():
-        warnings.warn(f"{old} is {RENAMED[old]} since 0.4: write that", DeprecationWarning, stacklevel=2)
+        _warn_of_old_name(old)
         if RENAMED[old] in section:
             raise ConfigurationError(f"{old} is the old name of {RENAMED[old]}, which is given too: leave it out")
     return {RENAMED.get(key, key): value for key, value in section.items()}
+
+
+def _warn_of_old_name(old: str) -> None:
+    # A DeprecationWarning is shown for a line of the user's script only, and a key may stand in a file.
+    warnings.warn(f"{old} is {RENAMED[old]} since 0.4: write that", FutureWarning, stacklevel=3)
 
 
 def _is_integer(value: object) -> bool:
