@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import penstock
+from penstock.moved import PLACES
 from tests.support.launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
@@ -60,16 +61,13 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_a_module_is_found_under_its_old_name_with_a_warning() -> None:
-    for name, place in (
-        ("penstock.plugin", "penstock.api.plugin"),
-        ("penstock.pictures", "penstock.simulation"),
-        ("penstock.pictures.simulate", "penstock.simulation.simulate"),
-    ):
+    for name, place in PLACES.items():
         sys.modules.pop(name, None)
         with pytest.warns(DeprecationWarning, match=f"{name} is {place} since 0.4"):
             module = importlib.import_module(name)
         assert module is importlib.import_module(place)
         assert module.__spec__ is not None and module.__spec__.name == place
+        assert module.__loader__ is module.__spec__.loader
 
 
 def test_a_function_that_names_the_package_can_be_sent_to_another_process() -> None:

@@ -21,7 +21,7 @@ _NAMES = {
     "pipeline_template": "modeling.pipeline_template",
     "plugin": "api.plugin",
 }
-_PLACES = {f"penstock.{old}": f"penstock.{new}" for old, new in _NAMES.items()}
+PLACES = {f"penstock.{old}": f"penstock.{new}" for old, new in _NAMES.items()}
 
 
 class MovedModules(MetaPathFinder, Loader):
@@ -31,15 +31,16 @@ class MovedModules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in _PLACES else None
+        return ModuleSpec(fullname, self) if fullname in PLACES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        place = _PLACES[spec.name]
+        place = PLACES[spec.name]
         warnings.warn(f"{spec.name} is {place} since 0.4: import that", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(place)
-        self._own = module.__spec__, module.__loader__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run under its own name; the import system has put another specification on it meanwhile."""
-        module.__spec__, module.__loader__ = self._own
+        """The module has run under its own name. The import system has put the old name's specification on it."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
