@@ -1,4 +1,4 @@
-"""Tables, sentences and names of units as plain text that fits a terminal."""
+"""Tables and sentences as plain text that fits a terminal."""
 
 from __future__ import annotations
 

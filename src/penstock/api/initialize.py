@@ -55,7 +55,7 @@ def initialize(
     Args:
         model: a whole model of transformers, a PeftModel of one, or any other `nn.Module`, on any device; it is moved
             to this rank's.
-        config: see `penstock.config.configuration.Configuration`, or the path of a JSON file.
+        config: see `penstock.Configuration`, or the path of a JSON file.
         keys: keys of the configuration, instead of `config` or besides: `pipeline_parallel_size=2`, `stages=...`.
         criterion: `criterion(outputs, inputs)` returns the mean loss of a microbatch, from the model's outputs and the
             keyword arguments of the call, some of which may be for the criterion only. If it has an attribute

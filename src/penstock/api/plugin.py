@@ -78,7 +78,7 @@ class HeterogeneousParallelPlugin:
         batch_dim: for inputs whose samples are not along the first dimension; see `penstock.Configuration`.
         loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
         sharded_optimizer: the holders of a parameter divide the optimizer's state, also over unlike pipelines; see
-            docs/memory.md and `penstock.config.configuration.Configuration`.
+            docs/memory.md and `penstock.Configuration`.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.

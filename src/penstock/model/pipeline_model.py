@@ -355,7 +355,7 @@ def _refuse_replication(name: str) -> str:
         f"DistributedDataParallel of a parallelised {name}, as accelerator.prepare() and a plain Trainer make it: "
         "each rank has other stages, which reduce their own gradients. Leave the model out of accelerator.prepare(). "
         "Instead of Trainer(...) write PipelineTrainer(...), for TRL's SFTTrainer `class PipelineSFTTrainer("
-        "PipelineTrainerMixin, SFTTrainer)`, both from penstock.trainer.pipeline_trainer"
+        "PipelineTrainerMixin, SFTTrainer)`, both from penstock.integrations.transformers"
     )
 
 

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """A parameter sharded along one dimension; of `blocks` fused weights, each is sharded by itself: GPT-2's `c_attn`
-    fuses queries, keys and values along its columns (`Shard(1, blocks=3)`), and a rank holds the columns of its own
+    fuses queries, keys and values along its columns (`Sharding(1, blocks=3)`), and a rank holds the columns of its own
     heads from each of the three."""
 
     dim: int

@@ -169,7 +169,7 @@ class DataFlow(TorchDispatchMode):
             self.written_inputs.add(self._inputs[key])
 
     def note_control(self, sources: Sources) -> None:
-        """OperationRecord that a value of these sources decides what Python does next."""
+        """Note that a value of these sources decides what Python does next."""
         if sources and all(isinstance(source, ForwardArgument) for source in sources):
             self.asks_inputs = True
         if any(isinstance(source, (Value, RandomDraw)) for source in sources):

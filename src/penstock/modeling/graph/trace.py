@@ -167,7 +167,7 @@ def trace(
     """
     functions.sync()
     follow = partial(_follow, model, functions, interceptor, call, criterion, for_criterion, batch_dim or {}, head)
-    planner, losses, draws, output, loss = follow(inputs)
+    recorder, losses, draws, output, loss = follow(inputs)
     if head is not None and loss is not None and not losses.in_chunks:
         raise ChunkedLossError(
             f"{KEY}: the loss of {type(model).__name__} is no cross-entropy of what {head} returns: another loss, or "
@@ -182,13 +182,13 @@ def trace(
             return None
         return None if loss is None else (losses, loss)
 
-    flow = planner.flow
+    flow = recorder.flow
     leaves, _ = flatten(output)
     fielded = named_output(output)
     refuse_hidden_tensors(fielded)
     form = form_of(fielded)
     return Trace(
-        calls=tuple(planner.calls),
+        calls=tuple(recorder.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
         controls=tuple(flow.controls),
         written=frozenset(flow.written),
@@ -197,7 +197,7 @@ def trace(
         loss=None if loss is None else losses.rule(loss, fielded, again, getattr(criterion, "reduction", None)),
         draws=tuple(sorted(draws)),
         batchwise=tuple(sorted(functions.seen.batchwise)),
-        shapes=planner.shapes,
+        shapes=recorder.shapes,
         output_shapes=shapes_of(fielded),
         fields=tuple(field.name for field in fields(fielded)) if form is None else form.names,
         form=form,
@@ -231,14 +231,14 @@ def _follow(
         }
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        planner = _CallRecorder(model, functions, device, head)
-        flow = planner.flow
+        recorder = _CallRecorder(model, functions, device, head)
+        flow = recorder.flow
         _mark_tensors(model, functions, flow)
         named = named_tensors(arguments)
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
         losses = LossTrace({**arguments, **named}, flow, batch_dim)
-        interceptor.handler, before = planner, fingerprints((PYTHON, NUMPY), device)
+        interceptor.handler, before = recorder, fingerprints((PYTHON, NUMPY), device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
@@ -251,18 +251,18 @@ def _follow(
         except CriterionCollective as error:
             raise LoopError(str(error)) from error
         except Untraceable as error:
-            error.num_calls = len(planner.calls)
+            error.num_calls = len(recorder.calls)
             raise
         except OwnCollective as error:
             raise Untraceable(str(error)) from error
         except Exception as error:
-            where = f" (after the call of {planner.calls[-1].unit})" if planner.calls else ""
+            where = f" (after the call of {recorder.calls[-1].unit})" if recorder.calls else ""
             failure = Untraceable(f"{type(error).__name__}: {error}{where}{_assumed(functions)}")
-            failure.num_calls = len(planner.calls)
+            failure.num_calls = len(recorder.calls)
             raise failure from error
         finally:
             interceptor.handler = None
-    return planner, losses, draws, output, loss
+    return recorder, losses, draws, output, loss
 
 
 def _loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:

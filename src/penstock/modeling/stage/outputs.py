@@ -111,7 +111,7 @@ def joint_form(forms: Iterable[OutputForm | None]) -> OutputForm | None:
 
 
 def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
-    """An output of a class, or of a `OutputForm`; a criterion may have given a loss to one that has no such field."""
+    """An output of a class, or of an `OutputForm`; a criterion may have given a loss to one that has no such field."""
     if isinstance(kind, OutputForm):
         return NamedOutput(kind, **values)
     known = {field.name for field in fields(kind)} if is_dataclass(kind) else values.keys()

@@ -98,16 +98,16 @@ def init_stage(
     made = {**numbering.replaced(skeleton, numbers), **numbers}
     held = held_names(made, stages, local_stages)
     sharded: dict[int, Sharding] = {}
-    keeper: ShardWriter | None = None
+    writer: ShardWriter | None = None
     if tensor_parallel is not None:
-        shards, keeper = tensor_parallel.shards, tensor_parallel.shard_writer()
+        shards, writer = tensor_parallel.shards, tensor_parallel.shard_writer()
         sharded = {made[name]: shards[name] for name in held if name in shards}
     keep = {made[name] for name in held} - sharded.keys()
     del skeleton, numbering
     if seed is not None:
         torch.manual_seed(seed)
     try:
-        with torch.device("cpu"), drawing_for_meta(keeper), numbering_parameters(keep, sharded, keeper) as numbering:
+        with torch.device("cpu"), drawing_for_meta(writer), numbering_parameters(keep, sharded, writer) as numbering:
             model = model_class._from_config(copy.deepcopy(config), **kwargs)
     except NotImplementedError as error:  # also torch's error for copying out of a meta tensor
         raise NotImplementedError(
@@ -120,8 +120,8 @@ def init_stage(
             "the meta device; create it whole and pass it to penstock.initialize"
         )
     strip_foreign(model, stages, local_stages)
-    if keeper is not None:
-        leave_shards(model, keeper.shard_of)
+    if writer is not None:
+        leave_shards(model, writer.shard_of)
     return model
 
 
@@ -136,14 +136,14 @@ _DRAWN_BY_SHAPE = DRAWN_IN_PLACE.union(
 class _DrawForMeta(TorchDispatchMode):
     """Random operations on meta tensors draw what they would draw on real ones."""
 
-    def __init__(self, scratch: Scratch, keeper: ShardWriter | None) -> None:
+    def __init__(self, scratch: Scratch, writer: ShardWriter | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._scratch = scratch
-        self._keeper = keeper
+        self._writer = writer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._keeper is not None and self._keeper.write(func, args, kwargs):
+        if self._writer is not None and self._writer.write(func, args, kwargs):
             return args[0]
         if torch.Tag.nondeterministic_seeded in func.tags and _touches_meta(args, kwargs):
             name = func.overloadpacket.__name__
@@ -171,14 +171,14 @@ def _touches_meta(args: Any, kwargs: Any) -> bool:
 
 
 def _draw_into(
-    scratch: Scratch, keeper: ShardWriter | None, function: Callable[..., Any], random: bool
+    scratch: Scratch, writer: ShardWriter | None, function: Callable[..., Any], random: bool
 ) -> Callable[..., Any]:
     """On meta tensors `torch.nn.init` returns early, and some of it draws by value (trunc_normal_): run it for real."""
 
     def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta:
             return function(tensor, *args, **kwargs)
-        whole = None if keeper is None else keeper.whole(tensor, overwritten=True)
+        whole = None if writer is None else writer.whole(tensor, overwritten=True)
         if whole is not None or random:
             function(scratch.like(tensor) if whole is None else whole, *args, **kwargs)
         return tensor
@@ -187,21 +187,21 @@ def _draw_into(
 
 
 @contextlib.contextmanager
-def drawing_for_meta(keeper: ShardWriter | None = None) -> Iterator[None]:
+def drawing_for_meta(writer: ShardWriter | None = None) -> Iterator[None]:
     """Inside, initialising a meta tensor draws from the CPU's generator what initialising a real one would. Of those
-    that `keeper` watches, shards are kept."""
+    that `writer` watches, shards are kept."""
     functions: dict[str, Any] = initialization.TORCH_INIT_FUNCTIONS
     modules = [sys.modules[name] for name in initialization.TORCH_MODULES_TO_PATCH if name in sys.modules]
     scratch = Scratch()
     with contextlib.ExitStack() as undo:
         for name, original in list(functions.items()):
-            wrapped = _draw_into(scratch, keeper, original, random=name not in _DETERMINISTIC)
+            wrapped = _draw_into(scratch, writer, original, random=name not in _DETERMINISTIC)
             undo.enter_context(mock.patch.dict(functions, {name: wrapped}))
             for module in modules:
                 # A layer file may hold its own reference, from `from torch.nn.init import ...`.
                 if getattr(module, name, None) is original:
                     undo.enter_context(mock.patch.object(module, name, wrapped))
-        with _DrawForMeta(scratch, keeper):
+        with _DrawForMeta(scratch, writer):
             yield
 
 
@@ -235,10 +235,10 @@ class Numbering:
 def numbering_parameters(
     keep: Collection[int] | None = None,
     sharded: Mapping[int, Sharding] | None = None,
-    keeper: ShardWriter | None = None,
+    writer: ShardWriter | None = None,
 ) -> Iterator[Numbering]:
     """Inside, parameters are numbered as they are registered. Those with numbers not in `keep` move to the meta device
-    then (None: all stay); of those that are `sharded`, `keeper` keeps a shard."""
+    then (None: all stay); of those that are `sharded`, `writer` keeps a shard."""
     original = nn.Module.register_parameter
     numbering = Numbering()
 
@@ -253,8 +253,8 @@ def numbering_parameters(
                     known = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
                     parameter.penstock_moved = known  # type: ignore[attr-defined]  # lives as long as the model's variable
                     if sharded and number in sharded:
-                        assert keeper is not None
-                        keeper.watch(known, sharded[number], parameter.data)
+                        assert writer is not None
+                        writer.watch(known, sharded[number], parameter.data)
                 known.penstock_number = number  # type: ignore[attr-defined]  # until Numbering.of
             parameter = known
         original(module, name, parameter)

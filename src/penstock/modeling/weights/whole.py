@@ -167,7 +167,7 @@ def whole_shape(model: nn.Module, name: str, tensor: torch.Tensor) -> tuple[int,
 
 
 def leave_shards(model: nn.Module, shard_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-    """Leave the shards that `shard_of` has of a model's meta tensors of whole shape for `TensorParallel.apply`."""
+    """Leave the shards that `shard_of` has of a model's meta tensors of whole shape for `WeightSharding.apply`."""
     parameters = model.named_parameters(remove_duplicate=False)
     record_of(model).shards = {name: part for name, each in parameters if (part := shard_of(each)) is not None}
 
