@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from itertools import chain
@@ -78,11 +79,13 @@ CASES: dict[str, dict[str, Any]] = {
     "in one pipeline": {"cuts": {"c": "bb--", "d": "ss--"}},
     "of tied weights": {"cuts": {"c": "bbbb", "d": "ssss"}, "tied": True},
 }
+# The gradients of the second layer end in one place in the first microbatch, in another one in those that follow.
+HERE_AND_THERE = "here and there"
 
 
 def build(case: str) -> nn.Module:
     torch.manual_seed(3)
-    return Model(**CASES[case]).double()
+    return Model(**(CASES | {HERE_AND_THERE: {"cuts": {"c": "b---", "d": "-bbb"}}})[case]).double()
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -165,3 +168,17 @@ def test_nor_has_it_on_any_schedule(pool: Pool, schedule: str) -> None:
 def test_nor_over_pipelines_of_which_one_may_have_a_gradient(pool: Pool, sharded: bool) -> None:
     for case in ("in one pipeline", "in a layer", "of tied weights"):
         assert_exact(case, pool.run(4, trained, case, 2, {"sharded_optimizer": sharded}), sharded)
+
+
+def warnings_of_zeros(case: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(case, 4, {})
+    return [str(each.message) for each in caught if "has none in a later one" in str(each.message)]
+
+
+def test_zeros_where_the_unsplit_model_may_have_none_are_warned_of(pool: Pool) -> None:
+    assert all(unsplit(HERE_AND_THERE)[0][0][f"b.{name}"] is None for name in ("scale", "linear.weight"))
+    *others, last = pool.run(4, warnings_of_zeros, HERE_AND_THERE)
+    assert others == [[], [], []] and "between stages 2 and 3" in last[0]
+    assert pool.run(4, warnings_of_zeros, "in a layer") == [[], [], [], []]

@@ -10,13 +10,15 @@ A value may get no gradient at all (a `detach`, a branch that nothing uses). The
 that only feed such a value have no gradient then, and not zeros, which an optimizer with weight decay would apply. The
 message of gradients has zeros in its place, so that receives may be posted whatever comes. Beside it goes, from host to
 host, which gradients there are: once in each step, with its first backward, and again only until every value has had
-one in that step. From then on zeros do no harm, as the weights they reach have a gradient by then. So the hosts of a
-pipeline pass one small message on in a step, and none waits for its device: whether a gradient is there the host of the
-stage above knows when it has enqueued its backward.
+one in that step. From then on zeros do no harm, as the weights they reach have a gradient by then, unless gradients end
+elsewhere in each microbatch: a warning says so. So the hosts of a pipeline pass one small message on in a step, and
+none waits for its device: whether a gradient is there the host of the stage above knows when it has enqueued its
+backward.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -243,8 +245,19 @@ class BoundaryBelow(_RemoteBoundary):
             flags = [gradient is not None for gradient in gradients]
             self._presence.send([torch.tensor(flags, dtype=torch.int64)])
             present[:] = map(or_, present, flags)
+        elif any(gradient is None for gradient in gradients):
+            self._warn_of_zeros()
         self._gradients.send(
             [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients, strict=True)]
+        )
+
+    def _warn_of_zeros(self) -> None:
+        warnings.warn(
+            f"a value between stages {self._boundary} and {self._boundary + 1} had a gradient in a microbatch of this "
+            "step and has none in a later one, where zeros stand for it. If gradients end elsewhere in each "
+            "microbatch, weights of earlier stages may get zeros where the unsplit model has None, and an optimizer "
+            "with weight decay then changes them",
+            stacklevel=2,
         )
 
     def send_loss(self, loss: torch.Tensor) -> None:
