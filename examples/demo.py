@@ -24,7 +24,7 @@ import penstock
 from corpus import read_texts, token_blocks, train_tokenizer
 
 BATCH_SIZE = 16  # rows in the batch of all pipelines together
-MICRO_BATCH_SIZE = 2  # the same for every number of stages, so that dropout falls alike in all runs
+MICROBATCH_SIZE = 2  # the same for every number of stages, so that dropout falls alike in all runs
 SEQUENCE_LENGTH = 128
 VOCABULARY_SIZE = 1024
 CHARACTERS = 1_500_000  # about 500,000 tokens; 200 steps see most of them once
@@ -71,7 +71,7 @@ def main(
         config={
             "model_parallelism": {
                 "pipeline_parallel_size": pipeline_parallel_size,
-                "microbatch_size": MICRO_BATCH_SIZE,
+                "microbatch_size": MICROBATCH_SIZE,
                 "schedule": schedule,
             }
         },

@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 
+import penstock
 from tests.support import zygote
 from tests.support.pool import Pool
 
@@ -58,7 +59,8 @@ def file_of(item: pytest.Item) -> str:
 
 def pytest_report_header() -> str:
     """What is tested, so that a log says it."""
-    return ", ".join(f"{name} {metadata.version(name)}" for name in ("penstock", "torch", "transformers"))
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    return f"penstock {penstock.__version__}, {libraries}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

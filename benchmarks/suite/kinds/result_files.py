@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import penstock
+
 # Changes when a field of a result file changes its meaning.
 FORMAT = 1
 
@@ -26,8 +28,9 @@ def environment(device: str | None = None) -> dict[str, Any]:
     Args:
         device: the name of what computes, if that is not the processor.
     """
-    versions: dict[str, str | None] = {}
-    for package in ("penstock", "torch", "transformers", "deepspeed"):
+    # Penstock's is that of the code that runs: an editable installation keeps the version that it had when it was made.
+    versions: dict[str, str | None] = {"penstock": penstock.__version__}
+    for package in ("torch", "transformers", "deepspeed"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
