@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,29 +33,6 @@ hypothesis.settings.register_profile("penstock", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("penstock")
 
 
-# Files that take most of the time, the longest first: all their tests are `slow`.
-SLOW = (
-    "quantisation/test_quantised", "docs/test_examples", "modeling/test_strange_modules",
-    "tensor_parallel/test_exactness", "benchmarks/test_coverage", "elastic/test_elastic",
-    "elastic/test_elastic_trainer", "integrations/test_peft", "checkpoint/test_atomic",
-    "emulated_gpu/test_emulated_exactness", "runtime/test_growth", "test_types", "runtime/failures/test_loop",
-    "checkpoint/test_resume", "quantisation/test_packed_experts", "trainer/test_preferences", "trainer/test_runs",
-    "sharded_optimizer/test_sharded_optimizer", "runtime/failures/test_watcher", "api/test_plugin_precision",
-    "tensor_parallel/test_use", "emulated_gpu/test_gpu_check", "emulated_gpu/test_emulated_waits",
-    "checkpoint/test_fuzz", "benchmarks/test_launch", "runtime/failures/test_interrupts",
-    "integrations/test_diffusion", "generation/test_families", "generation/test_errors", "api/test_plugin_exactness",
-    "model/test_compile", "checking/test_verify", "checkpoint/test_training_checkpoints", "checkpoint/test_manager",
-    "runtime/failures/test_forming", "trainer/test_own_loss", "context_parallel/test_exactness",
-    "emulated_gpu/test_emulated_failures", "benchmarks/test_modes",
-)  # fmt: skip
-# These take long, too, and are what one runs while working.
-LONG = ("docs/test_docs", "cli/test_cli")
-
-
-def file_of(item: pytest.Item) -> str:
-    return str(item.path.relative_to(Path(__file__).parent).with_suffix(""))
-
-
 def pytest_report_header() -> str:
     """What is tested, so that a log says it."""
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
@@ -77,15 +53,12 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: begun late, one would keep its process busy when the others have nothing to do."""
-    places = {name: place for place, name in enumerate((*SLOW, *LONG))}
-    items.sort(key=lambda item: places.get(file_of(item), len(places)))
+    """Begin with slow files: begun late, one would keep its process busy when the others have nothing to do."""
+    items.sort(key=lambda item: getattr(getattr(item, "module", None), "pytestmark", None) != pytest.mark.slow)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Zygotes import while the rest is collected, if a test will need them."""
-    if file_of(item) in SLOW:
-        item.add_marker("slow")
     module = getattr(item, "module", None)
     if item.config.option.collectonly:
         return

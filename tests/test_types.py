@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
+
 MORE = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -43,7 +45,6 @@ CACHE = f"{os.environ.get('XDG_CACHE_HOME', tempfile.gettempdir())}/penstock-myp
 MYPY = ("mypy", "--strict", "--config-file=", f"--cache-dir={CACHE}")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checker", [MYPY, ("pyright", "--pythonpath", sys.executable)], ids=lambda c: c[0])
 def test_a_checker_takes_the_script_of_the_readme(checker: tuple[str, ...], tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from tests.support.hetero import (
 from tests.support.pool import Pool
 from tests.support.training import in_turn
 
+pytestmark = pytest.mark.slow
+
 # By number of ranks: a family, pipelines as stages x microbatches, and options. GPT-2 ties its embedding to its head:
 # both on one rank in a pipeline of one stage, on two in a deeper one.
 CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {

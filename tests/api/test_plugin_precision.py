@@ -15,6 +15,8 @@ from tests.support.hetero import batch_size, make_plugin, pad, samples
 from tests.support.pool import Pool
 from tests.support.training import gradients_of, in_turn
 
+pytestmark = pytest.mark.slow
+
 PIPELINES = "1x2,1x1,2x3"
 NUMBER = batch_size(PIPELINES) + 2  # the second pipeline has no sample of the second batch
 

@@ -17,6 +17,8 @@ from examine_model import examine
 from tests.support.pool import Pool
 from tests.support.training import in_turn
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = [
     ("multiple-choice", "BertForMultipleChoice"),  # inputs of shape (batch, choices, tokens)
     ("causal-lm", "MptForCausalLM"),  # no more positions than `max_seq_len`

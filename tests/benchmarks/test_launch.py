@@ -18,6 +18,8 @@ from torch.distributed.run import get_args_parser
 
 from tests.support.launch import ROOT, free_port, run_command
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "benchmarks/suite"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 QUICK = ["--iterations=2", "--n_layer=2", "--n_embd=32", "--vocab_size=64", "--block_size=16", "--batch_size=8"]
@@ -86,7 +88,6 @@ def test_a_users_mistake_is_one_line_and_status_2() -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
 def test_bench_prints_one_table_and_writes_everything(tmp_path: Path) -> None:
     modes = [word for mode in ("pdp", "pp=1x4,1x4") for word in ("--mode", mode)]
     command = [sys.executable, "-m", "penstock", "bench", "--devices", "2", "-o", str(tmp_path), *modes, *QUICK]

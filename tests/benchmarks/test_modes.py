@@ -12,6 +12,8 @@ from kinds.trainer import HALF_EPSILON, LEARNING_RATE, make_batch
 from tests.support.benchmark_ranks import TINY, losses_of
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 
 def reference(arguments: str, num_steps: int = 3) -> list[float]:
     """The losses of the unsplit model trained on the whole global batches."""

@@ -32,6 +32,8 @@ from tests.support.families import FAMILIES
 from tests.support.launch import ROOT
 from tests.support.training import cut
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {"pipeline_parallel_size": 2, "num_microbatches": 3}
 ALL = ("loss", "gradients", "weights", "evaluation", "checkpoint")
 

@@ -37,6 +37,8 @@ from tests.support.checkpoint_ranks import (
 )
 from tests.support.families import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 Save = Callable[[Path, Any], Any]
 
 # Whatever changes what a folder holds. (What is not yet flushed survives a killed process, so fsync does not count.)

@@ -30,6 +30,8 @@ from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.audit import only_within
 from tests.support.checkpoint_ranks import give_state, gpt2, save_alone, split_copies, stages_of
 
+pytestmark = pytest.mark.slow
+
 SCALE = int(os.environ.get("PENSTOCK_FUZZ", "1"))
 STAGING = ".saving-" + "0" * 32
 USERS = {"train.py": "mine", ".bashrc": "mine", "notes.txt": "mine", "data.bin": "mine"}

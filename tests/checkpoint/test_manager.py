@@ -19,6 +19,8 @@ from tests.support.hetero import samples
 from tests.support.launch import ROOT, run_python
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 STEPS = 24
 
 

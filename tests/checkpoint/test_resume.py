@@ -21,6 +21,8 @@ from tests.support.hetero import make_plugin, num_ranks, pad, samples
 from tests.support.pool import Pool
 from tests.support.training import kept_in_double
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 9, 6  # a save in the middle of an epoch, and another epoch after it
 NUMBER = 36  # samples: epochs of four batches, the last of them incomplete
 OPTIMIZERS = {

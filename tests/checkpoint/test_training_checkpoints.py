@@ -49,6 +49,8 @@ from tests.support.peaks import sampled_peak
 from tests.support.pool import Pool
 from tests.support.training import parallelize
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(tmp_path: Path) -> None:
     pairs = {}

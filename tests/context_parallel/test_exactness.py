@@ -21,6 +21,8 @@ from tests.support.context_parallel_ranks import (
 from tests.support.pool import Pool
 from tests.support.training import EXACT, assert_steps_equal
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str) -> None:

@@ -30,6 +30,8 @@ from corpus import END_OF_TEXT, read_texts, token_blocks, train_tokenizer
 from tests.support.launch import ROOT, free_port, run_command, run_python, torchrun
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 Example = Callable[..., str]
 
@@ -119,7 +121,6 @@ def test_images_come_from_folders_by_class(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.slow
 def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(
     example: Example, tmp_path: Path, text: Path
 ) -> None:
@@ -140,7 +141,6 @@ def test_the_demo_gives_the_same_curve_for_any_number_of_stages_and_replicas(
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["run_trainer", "run_sft_lora"])
 def test_the_trainers_examples_resume(example: Example, tmp_path: Path, text: Path, script: str) -> None:
     arguments = ["--output", tmp_path, "--dataset", text]
@@ -163,7 +163,6 @@ def assert_adapted(base: Any, adapter: Path) -> None:
     assert any(bool(value.any()) for name, value in adapted.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.slow
 def test_the_quantised_example_goes_on_with_more_stages_as_one_process_would(
     example: Example, tmp_path: Path, text: Path
 ) -> None:
@@ -201,7 +200,6 @@ def distilled(folder: Path, blocks: torch.Tensor, steps: int, batch: int) -> lis
     return losses
 
 
-@pytest.mark.slow
 def test_the_distillation_example_trains_as_a_plain_loop_with_a_teacher_or_its_logits(
     example: Example, tmp_path: Path, text: Path
 ) -> None:
@@ -238,7 +236,6 @@ def drawn_by_diffusers(base: Path, adapter: Path | None) -> torch.Tensor:
     return torch.from_numpy(pipeline(**embeds, **size, generator=random, output_type="np").images)
 
 
-@pytest.mark.slow
 def test_the_diffusion_example_gives_the_same_curve_and_image_on_any_number_of_stages(
     example: Example, tmp_path: Path
 ) -> None:
@@ -259,7 +256,6 @@ def test_the_diffusion_example_gives_the_same_curve_and_image_on_any_number_of_s
     assert (image - drawn_by_diffusers(one / "base", None)).abs().max() > 1e-3
 
 
-@pytest.mark.slow
 def test_ray_train_starts_the_ranks_and_the_losses_are_those_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is no requirement of the tests: pip install 'ray[train]'")
     ends = []
@@ -320,7 +316,6 @@ def test_an_example_resumes_on_other_pipelines(example: Example, tmp_path: Path,
     assert resumed[:2] == whole[:2] and resumed[2:] == pytest.approx(whole[2:], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_both_launch_lines_of_the_documentation_train_alike(tmp_path: Path, text: Path) -> None:
     """One machine with two processes, and two `--nnodes 2` launches with one each; they end as interpreters do."""
     whole = {"WHOLE_END": "1"}

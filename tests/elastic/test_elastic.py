@@ -36,6 +36,8 @@ from tests.support import elastic_runs
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 EXACT = 1e-9
 
@@ -359,7 +361,6 @@ def test_shards_of_a_stage_are_lost_together(tmp_path: Path) -> None:
         assert [len(change["lost"]) for change in survivor.end["changes"]] == [2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["kill-store", "stop-store"])
 def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Path, order: str) -> None:
     with elastic_runs.served_store(tmp_path) as (address, process):
@@ -371,7 +372,6 @@ def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Pat
     assert f"the store at {address} does not answer" in members[1].printed()
 
 
-@pytest.mark.slow
 def test_a_process_that_is_only_slow_stays(tmp_path: Path) -> None:
     """The others wait for it for longer than they would to meet it."""
     run = elastic_runs.Run(tmp_path, 6, 2, HANG="3", FORMING="4")
@@ -381,7 +381,6 @@ def test_a_process_that_is_only_slow_stays(tmp_path: Path) -> None:
     assert all(member.end["changes"] == [] for member in members)
 
 
-@pytest.mark.slow
 def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path: Path) -> None:
     run = elastic_runs.Run(tmp_path, 6, 3, HANG="5")
     stopped = run.start("stop@3/loop")

@@ -23,6 +23,8 @@ from tests.support.families import FAMILIES
 from tests.support.launch import ROOT
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 # The environment of a launcher, of a world of one process.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

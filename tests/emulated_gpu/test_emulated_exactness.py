@@ -25,6 +25,8 @@ from tests.support.emulated_gpu.emulated_ranks import (
 from tests.support.pool import Pool
 from tests.support.training import EXACT, Step, assert_same_gradients, assert_steps_equal
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 
 

@@ -26,6 +26,8 @@ from tests.support.ended import LIMIT
 from tests.support.pool import WorkerDied
 from tests.support.training import kept_in_double
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 
 

@@ -11,6 +11,8 @@ import torch
 from penstock.schedule import schedule_names
 from tests.support.emulated_gpu.emulated_ranks import Case, sums_of_steps, waits_of_generation, waits_of_steps
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., list[Any]]
 # What the host may wait for in a step of shapes that were seen before, when the batch is on the CPU. Keep it empty.
 ALLOWED: dict[str, int] = {}

@@ -7,6 +7,8 @@ import pytest
 from tests.support.emulated_gpu import emulated_device
 from tests.support.launch import ROOT, run_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("device", "check"),
@@ -29,7 +31,6 @@ def test_the_checks_pass_where_there_is_no_gpu(device: str, check: str) -> None:
     assert len(rows) == 1 and "| passed |" in rows[0] and result.returncode == 0, result.stdout + result.stderr[-2000:]
 
 
-@pytest.mark.slow
 def test_a_stage_on_the_emulated_device_is_measured_and_its_host_reads_nothing() -> None:
     """A figure of speed means nothing there."""
     missing = emulated_device.missing_compiler()

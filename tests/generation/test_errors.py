@@ -10,6 +10,8 @@ import torch
 from tests.support import generation_ranks as ranks
 from tests.support.pool import Pool, WorkerDied
 
+pytestmark = pytest.mark.slow
+
 MISTAKES = [
     ({"nonsense": 1}, "ValueError.*nonsense"),
     ({"max_new_tokens": -1}, "ValueError.*max_new_tokens"),

@@ -13,6 +13,8 @@ from tests.support import generation_ranks as ranks
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 # Tiny random models repeat themselves; without repetitions the order of all likely tokens counts.
 NEW = {"no_repeat_ngram_size": 1}
 CASES: dict[str, dict[str, Any]] = {

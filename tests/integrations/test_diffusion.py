@@ -32,6 +32,8 @@ from penstock.schedule import build
 from tests.support.pool import Pool
 from tests.support.training import EXACT, Step, assert_steps_equal, gradients_of, run_step
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     **{"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16},
     **{"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]},

@@ -32,6 +32,8 @@ from tests.support.training import (
     run_step,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("default", "other", "default")
 
 

@@ -16,6 +16,8 @@ from tests.support.own_models import OWN_MODELS, OwnModel, Regression
 from tests.support.pool import Pool
 from tests.support.training import EXACT, Step, assert_steps_equal, gradients_of, kept_in_double, run_step, unsplit_step
 
+pytestmark = pytest.mark.slow
+
 
 def num_blocks(backend: str) -> int:
     return 2 if backend == "aot_eager" else 4  # of which each takes a second

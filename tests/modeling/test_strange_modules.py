@@ -16,6 +16,8 @@ from tests.support.pool import Pool
 from tests.support.strange_models import Strange, batch, build, criterion, drawn, inputs_of
 from tests.support.training import EXACT, gradients_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 300
 STEPS = 2
 

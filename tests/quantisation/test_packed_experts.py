@@ -36,6 +36,8 @@ from tests.support.quantised import ROUNDING, differences, plain_step, quantisat
 from tests.support.trainer_runs import PipelineSFTTrainer, defaults, over, sentences, tokenizer
 from tests.support.training import live_bytes, parallelize
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
@@ -127,7 +129,6 @@ def split_stories(cases: list[tuple[str, Path, str]], stages: int, folder: Path,
     return told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("families", "ranks", "stages", "schedule"),
     [
@@ -149,7 +150,6 @@ def test_packed_experts_run_as_those_of_the_unsplit_model(
         assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain), family
 
 
-@pytest.mark.slow
 def test_verify_compares_packed_experts_and_says_what_accumulates() -> None:
     """A router's loss is no mean over tokens, so it is that of an accumulation; there is none in gpt-oss."""
     results = {}
@@ -405,7 +405,6 @@ def fine_tune(source: Path, folder: Path, stages: int) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.slow
 def test_fine_tuning_packed_experts_by_trl_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
     expected = fine_tune(base("gpt-oss"), tmp_path / "plain", 0)
     assert len(expected) == 3 and max(expected) - min(expected) > 0.001

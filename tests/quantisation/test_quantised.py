@@ -54,6 +54,8 @@ from tests.support.stage_driver import cut as split_units
 from tests.support.trainer_runs import PipelineSFTTrainer, defaults, over, samples, sentences, tokenizer
 from tests.support.training import live_bytes, parallelize, rows, run_step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(pool: Pool, tmp_path: Path, kind: str) -> None:

@@ -19,6 +19,8 @@ from tests.support.ended import End
 from tests.support.growth_ranks import form_and_step, groups_of_one, lines_of_a_wait, lose_one, run_counted
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 # benchmarks/studies/growth.py counts up to 64.
 WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,8,16,32").split(",")))
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
@@ -50,7 +52,6 @@ def run_world(world: int) -> tuple[list[End], Counter[str]]:
     return run_counted(world, count_and_then, world)
 
 
-@pytest.mark.slow
 def test_what_a_rank_asks_for_does_not_grow_with_the_world() -> None:
     found, questions = {}, {}
     for world in WORLDS:
@@ -92,7 +93,6 @@ def test_a_rank_makes_its_own_groups_only(pool: Pool, device: str) -> None:
         )
 
 
-@pytest.mark.slow
 def test_one_rank_asks_for_all_that_wait_and_is_answered_alone_and_says_once_for_whom() -> None:
     ends, _ = run_world(8)
     assert {end.kind for end in ends} == {"nothing"}, ends
@@ -104,7 +104,6 @@ def test_one_rank_asks_for_all_that_wait_and_is_answered_alone_and_says_once_for
     assert "growth_ranks.py, line" in line and "every rank of a pipeline must make the same calls" in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "kind", "words"), [(32, "killed", "was lost"), (16, "stands still", "does not answer")]
 )

@@ -28,6 +28,8 @@ from tests.support.hetero import batch_size, make_plugin, num_ranks, pad, sample
 from tests.support.pool import Pool
 from tests.support.training import kept_in_double, live_bytes, parallelize, rows
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 EXACT = 1e-12
 

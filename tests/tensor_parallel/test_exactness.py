@@ -14,6 +14,8 @@ from tests.support.tensor_parallel_ranks import (
 )
 from tests.support.training import in_turn
 
+pytestmark = pytest.mark.slow
+
 # By number of ranks: a family, stages, the size, and options.
 CASES: dict[int, list[tuple[str, int, int, dict[str, Any]]]] = {
     2: [("llama", 1, 2, {}), ("gpt2", 1, 2, {"model_settings": {"tie_word_embeddings": False}})],

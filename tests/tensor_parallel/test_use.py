@@ -22,6 +22,8 @@ from tests.support.tensor_parallel_uses import (
     with_a_plan_of_its_own,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("family", "stages"), [("gpt2", 2), ("llama", 1)])
 def test_evaluation_and_generation_equal_the_unsplit_models(pool: Pool, family: str, stages: int) -> None:

@@ -26,6 +26,8 @@ from tests.support.quantised import quantisation, write_base
 from tests.support.trainer_runs import defaults, differences, over, precisely, tokenizer
 from tests.support.training import kept_in_double
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
 
@@ -118,7 +120,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 def test_other_settings_give_the_same_run(pool: Pool, tmp_path: Path) -> None:
     with torch.no_grad():
         (reference := FAMILIES["llama"].build(dtype=torch.float64, **SIZES)).lm_head.weight.mul_(0.9)

@@ -11,6 +11,8 @@ from tests.support.pool import Pool
 from tests.support.preference_runs import LOSSES, POLICY_LOSSES, prefer_all
 from tests.support.trainer_runs import differences
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-10
 # The Trainer adds up what it logs of losses in single precision, in which TRL counts and divides, too.
 LOGGED = 1e-6
@@ -63,7 +65,6 @@ def worst(
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "pipelines", "cases"),
     [

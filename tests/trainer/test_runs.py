@@ -24,6 +24,8 @@ from tests.support.local_hub import local_hub
 from tests.support.pool import Pool
 from tests.support.trainer_runs import NUM_EVALUATED, defaults, differences, metrics, over, samples, train, train_all
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-6
 
 FEW: dict[str, Any] = {"sizes": (24, 8)}  # samples: an epoch ends after three steps, an evaluation has two batches
@@ -67,7 +69,6 @@ def test_the_script_gives_the_same_run(
             assert not {name: value for name, value in found.items() if value > TOLERANCE}, case
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "layout"),
     [("BERT", "3 stages"), ("T5", "2 pipelines of 2"), ("SFTTrainer, packing", "2 pipelines of 2")],
@@ -268,7 +269,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.slow
 def test_a_script_like_run_clm_needs_two_changes(tmp_path: Path) -> None:
     local_hub(tmp_path)
     config = GPT2Config.from_pretrained(tmp_path / "gpt2")

@@ -17,6 +17,8 @@ from tests.support.hetero import make_plugin
 from tests.support.pool import Pool
 from tests.support.training import parallelize, run_step
 
+pytestmark = pytest.mark.slow
+
 
 def die_in(where: str, name: str, count: int) -> None:
     """Kill this process when it calls `name` of the module or class `where` for the `count`-th time."""

@@ -41,6 +41,8 @@ from tests.support.training import (
     unsplit_step,
 )
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES = 4
 
 
@@ -170,7 +172,6 @@ def start(folder: Path, by: str) -> tuple[list[subprocess.Popen[bytes]], int]:
     return processes, processes[0].pid
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("by", ["torchrun", "hand"])
 def test_ctrl_c_in_a_terminal_saves_the_checkpoint(tmp_path: Path, by: str) -> None:
     processes, group = start(tmp_path, by)

@@ -22,6 +22,8 @@ from tests.support.training import (
     unsplit_step,
 )
 
+pytestmark = pytest.mark.slow
+
 STAGES, MICROBATCHES = 3, 4
 SOON = 15.0  # ranks that disagree wait some seconds for each other before they give up
 

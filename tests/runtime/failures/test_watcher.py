@@ -37,6 +37,8 @@ from tests.support.launch import run_python
 from tests.support.pool import Pool
 from tests.support.training import parallelize, run_step
 
+pytestmark = pytest.mark.slow
+
 LONG = 60.0  # as good as for ever
 
 
