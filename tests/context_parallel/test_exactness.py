@@ -15,6 +15,7 @@ from tests.support.context_parallel_ranks import (
     losses_with_shards,
     oracle,
     train_in_parts,
+    train_of_criterion,
     train_refused,
     use_unlike_batches,
 )
@@ -36,6 +37,11 @@ def test_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str) 
 def test_two_stages_of_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str, rows: str) -> None:
     ranks = pool.run(4, train_in_parts, family, rows, stages=2)
     assert_steps_equal(ranks, oracle(family, rows), replicas=2)
+
+
+def test_a_criterions_own_labels_count_once_whatever_they_are_called(pool: Pool) -> None:
+    """Sequences of 21 tokens are filled up to 24."""
+    assert_steps_equal(pool.run(2, train_of_criterion), oracle("llama", "padded"), replicas=2)
 
 
 def test_parts_combine_with_tensor_parallelism(pool: Pool) -> None:

@@ -15,6 +15,7 @@ from tests.support.families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Fami
 from tests.support.training import Batch, Step, gradients_of, run_step, unsplit_step
 
 SAMPLES, TOKENS = 4, 21
+NO_TARGET = 2  # no token of a batch
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 # Stretches its rotary embeddings with the longest position, which one part has and the other has not.
 DYNAMIC = {
@@ -129,6 +130,23 @@ def train_refused(case: str) -> None:
         case "an input without tokens":
             inputs["pixel_values"] = torch.ones(SAMPLES, 3, 4, 4)
     run_step(lambda **given: model(**given, **options), inputs)
+
+
+def train_of_criterion() -> Step:
+    """On a worker: a step by the model's own loss as a criterion, whose labels have another name, and another number
+    that counts for nothing."""
+    model, inputs = _initialize("llama"), inputs_of("padded")
+    labels = torch.nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+    inputs["targets"] = labels.masked_fill(labels == -100, NO_TARGET)
+    with kept_in_double():
+        losses = run_step(lambda **given: model(**given, criterion=_over_targets), inputs)
+        return Step(losses, gradients_of(model))
+
+
+def _over_targets(output: Any, inputs: Batch, reduction: str = "mean") -> torch.Tensor:
+    targets = inputs["targets"].flatten()
+    logits = output.logits.flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction=reduction)
 
 
 def _shifted(output: Any, inputs: Batch, reduction: str = "mean") -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from penstock.context_parallel.attention import KNOWN, Exchange, computing, connect
 from penstock.context_parallel.sequence import SHIFTED, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
-from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule, LossTerm
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule
 from penstock.modeling.libraries import configuration_of
 from penstock.modeling.stage.outputs import form_of, output_of
 from penstock.modeling.stage.split import SplitModel
@@ -103,14 +103,13 @@ class ContextParallel:
                 "under context_parallel_size no rank has the attentions of whole sequences; leave out output_attentions"
             )
         length = length_of(inputs)
-        term = _shifted(self._mean_of(_first_tokens(inputs, length), criterion))
+        mean = self._mean_of(_first_tokens(inputs, length), criterion)
         positions = self.positions(inputs.get("attention_mask"), length) if self.takes_positions else None
         part = cut_inputs(
             inputs,
             self.exchange.index,
             self.exchange.size,
-            shifts=term is not None,
-            ignored=None if term is None else term.ignore_index,
+            compared=() if mean is None else mean.terms,
             positions=positions,
         )
         part.by_heads, part.shares = self.by_heads, self.exchange.size * self._num_shards
@@ -178,12 +177,6 @@ def _first_tokens(inputs: Mapping[str, Any], length: int) -> dict[str, Any]:
         else value
         for name, value in inputs.items()
     }
-
-
-def _shifted(rule: LossRule | None) -> LossTerm | None:
-    """The term of a loss that compares the output at each token with the label of the next one."""
-    terms = () if rule is None else rule.terms
-    return next((term for term in terms if term.input == "labels" and term.start == 1), None)
 
 
 def _refuse_loss(rule: LossRule | None) -> None:

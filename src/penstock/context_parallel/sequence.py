@@ -7,7 +7,7 @@ pieces i and 2c - 1 - i, so that each has as many pairs of positions under a cau
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import masking_utils
 
 from penstock.data.microbatch import WITHOUT_BATCH
-from penstock.modeling.graph.loss import NUM_ITEMS
+from penstock.modeling.graph.loss import NUM_ITEMS, LossTerm
 
 # What an attention over packed rows is told besides the positions, which tell as much.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -116,16 +116,14 @@ def cut_inputs(
     index: int,
     size: int,
     *,
-    shifts: bool,
-    ignored: int | None,
+    compared: Sequence[LossTerm],
     positions: torch.Tensor | None,
 ) -> SequencePart:
     """This part of a microbatch's inputs.
 
     Args:
-        shifts: whether the model compares the output at each token with the label of the next one: labels are shifted
-            before they are cut then.
-        ignored: the label that counts for nothing.
+        compared: the means of the loss. The labels that they count are filled up with what counts for nothing. Labels
+            that the model compares with the output at the token before are shifted before they are cut.
         positions: what the model takes as position ids where it is given none, (samples or 1, length); None if it takes
             none.
 
@@ -138,7 +136,8 @@ def cut_inputs(
         raise NotImplementedError(
             f"context_parallel_size {size} cannot share out sequences of {length} tokens: give more"
         )
-    label = IGNORED if ignored is None else ignored
+    fillings = {term.input: IGNORED if term.ignore_index is None else term.ignore_index for term in compared}
+    shifts = any(term.input == "labels" and term.start == 1 for term in compared)
     given = inputs.get("position_ids")
     found: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -158,9 +157,10 @@ def cut_inputs(
                 f"{length} tokens, and those that can be cut are of shape (samples, {length}, ...)"
             )
         else:
-            found[name] = cut.take(value, 1, label if "label" in name else 0)
+            found[name] = cut.take(value, 1, fillings.get(name, 0))
     tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
     if shifts and inputs.get(SHIFTED) is None and isinstance(labels := inputs.get("labels"), torch.Tensor):
+        label = fillings["labels"]
         found[SHIFTED] = cut.take(functional.pad(labels[:, 1:], (0, 1), value=label), 1, label)
     packed = None
     if given is None and positions is not None:
