@@ -15,10 +15,10 @@ import penstock
 from penstock.checking.compare import EXACT as IS_EXACT
 from penstock.checking.verify import verify
 from penstock.planning.cluster import Cluster, DeviceClass, Link
+from penstock.planning.context_parallel import share_sequences
 from penstock.planning.fit import Recipe, profiles_of, ways
-from penstock.planning.parts import groups_of, in_parts
 from penstock.planning.plan import Job
-from penstock.planning.planner import Infeasible, make_plans
+from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
 from penstock.planning.profiling import profile_model
 from penstock.planning.report import plan_data, section_of
 from penstock.trainer.pipeline_trainer import PipelineTrainer
@@ -175,7 +175,7 @@ def test_fit_shares_long_sequences_out_where_nothing_else_fits() -> None:
     ((_, _, profile), *_) = profiles_of(model, [recipe], 1, 8192, 1e12)
     memory = 0.7 * min(way.shown.fullest[1].total for way in ways_of(profile, 1e15, parts=1))
     found = [way for way in ways_of(profile, memory) if way.plan is not None]
-    assert found and all(way.context_parallel > 1 for way in found)
+    assert found and all(way.context_parallel_size > 1 for way in found)
     section = section_of(found[0].plan)
     assert section is not None
     sizes = section["model_parallelism"]
@@ -185,7 +185,7 @@ def test_fit_shares_long_sequences_out_where_nothing_else_fits() -> None:
 def ways_of(profile: Any, memory: float, parts: int | None = None) -> list[Any]:
     cluster = Cluster((DeviceClass("device", 4, memory=memory),), inside=Link(1e-5, 1e10))
     found = ways(iter([(Recipe("float32", torch.float32), None, profile)]), cluster, 8)
-    return [way for way in found if parts in (None, way.context_parallel)]
+    return [way for way in found if parts in (None, way.context_parallel_size)]
 
 
 def test_plans_in_parts_are_those_that_can_run() -> None:
@@ -194,9 +194,9 @@ def test_plans_in_parts_are_those_that_can_run() -> None:
     cluster = Cluster((DeviceClass("fast", 4), DeviceClass("slow", 2, speed=0.3)))
     plain = Job(found, cluster, 7)
     assert any(section_of(plan) is None for plan in make_plans(plain))
-    groups = groups_of(cluster, 2)
-    assert groups is not None
-    plans = make_plans(replace(plain, profile=in_parts(found, 2, cluster.inside), cluster=groups))
+    shared = share_sequences(plain, 2)
+    assert shared is not None
+    plans = make_plans(shared)
     assert plans
     for plan in plans:
         section = section_of(plan)
@@ -206,11 +206,25 @@ def test_plans_in_parts_are_those_that_can_run() -> None:
         make_plans(replace(plans[0].job, num_microbatches=5, copies=3))
 
 
+@pytest.mark.parametrize("num_microbatches", [6, 7, 8])
+def test_the_equal_pipelines_that_plans_in_parts_are_compared_with_can_run(num_microbatches: int) -> None:
+    """With devices left out where microbatches cannot be shared out evenly over all."""
+    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
+    job = share_sequences(Job(found, Cluster((DeviceClass("device", 10),)), num_microbatches), 2)
+    assert job is not None
+    for depth in (1, 2):
+        equal = equal_pipelines(job, "1f1b", depth)
+        assert equal is not None and section_of(equal) is not None
+        assert len(equal.pipelines) == max(n for n in range(1, 5 // depth + 1) if num_microbatches % n == 0)
+
+
 def test_a_part_costs_its_share_and_what_it_receives() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=512))
     ((_, _, profile), *_) = profiles_of(model, [Recipe("float32", torch.float32)], 1, 1024, 1e12)
-    whole, part = profile.units[1], in_parts(profile, 4, Link(0.0, 1e9)).units[1]
+    job = share_sequences(Job(profile, Cluster((DeviceClass("device", 8),), inside=Link(0.0, 1e9)), 1), 4)
+    assert job is not None and job.cluster.counts == (2,)
+    whole, part = profile.units[1], job.profile.units[1]
     assert (part.weights, part.gradients, part.kept) == (whole.weights, whole.gradients, whole.kept / 4)
     assert part.forward == pytest.approx(whole.forward / 4 + 4 * 1024 * 64 * 4 * 3 / 16 / 1e9)
-    assert groups_of(Cluster((DeviceClass("device", 6),)), 4) is None
+    assert share_sequences(Job(profile, Cluster((DeviceClass("device", 6),)), 1), 4) is None

@@ -178,7 +178,7 @@ def plan(
     """
     with waiting("planning"):
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
-        from penstock.planning.parts import groups_of, in_parts
+        from penstock.planning.context_parallel import share_sequences
         from penstock.planning.plan import Job
         from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
         from penstock.planning.profile import Profile
@@ -216,12 +216,10 @@ def plan(
         links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
         cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
         names = planned_schedules() if schedule == AUTO else (schedule,)
-        if context_parallel > 1:
-            groups = groups_of(cluster, context_parallel)
-            if groups is None:
-                raise ValueError(f"the devices of a class, or a node, are no multiple of {context_parallel} parts")
-            found, cluster = in_parts(found, context_parallel, cluster.inside), groups
-        job = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
+        whole_sequences = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
+        job = share_sequences(whole_sequences, context_parallel)
+        if job is None:
+            raise ValueError(f"the devices of a class, or a node, are no multiple of {context_parallel} parts")
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)
         try:

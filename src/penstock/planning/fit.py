@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,16 +11,16 @@ from torch import nn
 
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster
+from penstock.planning.context_parallel import share_sequences
 from penstock.planning.memory import HeldBytes, memory_of_ranks
-from penstock.planning.parts import groups_of, in_parts
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, best_of, make_plans, shares_of
 from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import FollowedForward, chunked_head, follow, profile_model
 from penstock.schedule.registry import PLAIN
 
-# Devices that may share every sequence; first what changes least.
-CONTEXT_SIZES = (1, 2, 4, 8)
+# First what changes least.
+CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
 
@@ -46,15 +45,19 @@ class TrainingSetup:
     plan: Plan | None  # the best one; None if it does not fit
     larger: Plan | None = None  # then the one that it would be with more memory
     reason: str = ""  # and why it does not fit
-    context_parallel: int = 1  # devices that share every sequence; the plan's stand for so many each
 
     @property
-    def shown(self) -> Plan | None:
-        return self.plan or self.larger
+    def shown(self) -> Plan:
+        plan = self.plan or self.larger
+        assert plan is not None
+        return plan
+
+    @property
+    def context_parallel_size(self) -> int:
+        return self.shown.job.context_parallel_size
 
     def bytes_by_kind(self) -> dict[str, float]:
         """Bytes on the fullest device: weights, gradients, optimizer, activations, logits, messages."""
-        assert self.shown is not None
         rank, whole = self.shown.fullest
         for pipeline in self.shown.pipelines:
             if rank < len(pipeline.devices):
@@ -83,22 +86,21 @@ def ways(
 ) -> list[TrainingSetup]:
     found = []
     for recipe, chunk, profile in profiles:
-        for parts in CONTEXT_SIZES if "length" in profile.about else CONTEXT_SIZES[:1]:
-            groups = groups_of(cluster, parts)
-            if groups is None:
+        whole = Job(profile, cluster, num_microbatches, schedules=(schedule,))
+        for size in CONTEXT_PARALLEL_SIZES if "length" in profile.about else CONTEXT_PARALLEL_SIZES[:1]:
+            job = share_sequences(whole, size)
+            if job is None:
                 continue
-            shared = profile if parts == 1 else in_parts(profile, parts, cluster.inside)
-            job = Job(shared, groups, num_microbatches, schedules=(schedule,))
             shares = shares_of(job) if recipe.sharded else [0]
             for checkpointing in (False, True) if shares else ():
                 jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
                 try:
                     planned = _planned(jobs)
                 except Infeasible:
-                    if parts == 1:
+                    if size == 1:
                         raise
                     continue  # no pipelines are alike, whatever the memory
-                found.append(TrainingSetup(recipe, checkpointing, chunk, *planned, context_parallel=parts))
+                found.append(TrainingSetup(recipe, checkpointing, chunk, *planned))
     return found
 
 
@@ -189,4 +191,4 @@ def best(found: Sequence[TrainingSetup]) -> TrainingSetup | None:
 
 def nearest(found: Sequence[TrainingSetup]) -> TrainingSetup:
     """The one whose fullest device needs least."""
-    return min(found, key=lambda way: way.shown.fullest[1].total if way.shown else math.inf)
+    return min(found, key=lambda way: way.shown.fullest[1].total)

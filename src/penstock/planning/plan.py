@@ -31,6 +31,9 @@ class Job:
     # Not 0 if the holders of each parameter divide its optimizer's state: then the least number of pipelines, and the
     # search assumes that each keeps as much. What is found has the owners of the run.
     sharded: int = 0
+    # Of how many devices each of the cluster's stands for a group that shares every sequence; the profile is then that
+    # of a part. See `share_sequences`.
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.copies < 1 or self.num_microbatches < 1:
@@ -99,7 +102,11 @@ class Plan:
     @property
     def is_alike(self) -> bool:
         """Whether all pipelines have the same stages and as many microbatches, as `initialize` makes them."""
-        return len({str((one.stage_names, one.schedule.num_microbatches)) for one in self.pipelines}) == 1
+        first = self.pipelines[0]
+        return all(
+            one.stage_names == first.stage_names and one.schedule.num_microbatches == first.schedule.num_microbatches
+            for one in self.pipelines
+        )
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from rich.table import Column, Table
 from penstock.layout.announce import compact
 from penstock.planning.fit import TrainingSetup, best, nearest
 from penstock.planning.memory import readable, unit_of
-from penstock.planning.parts import KEY
 from penstock.planning.plan import Plan
 from penstock.tables import WIDTH, as_text
 
@@ -35,7 +34,7 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
         + ", activations recomputed" * bool(job.checkpointing)
         + " on some ranks" * (job.checkpointing == "stages")
         + ", optimizer sharded" * bool(job.sharded)
-        + (f", {about[KEY]} devices to a sequence, which stand as one" if KEY in about else ""),
+        + f", {job.context_parallel_size} devices to a sequence, which stand as one" * (job.context_parallel_size > 1),
         caption="Pipelines are ranks x microbatches. "
         f"Seconds are {'measured' if job.profile.measured else 'estimated from operations and bytes'}. "
         + "Speed is relative to the best equal pipelines"
@@ -66,8 +65,8 @@ def section_of(plan: Plan) -> dict[str, Any] | None:
         section["microbatch_size"] = about["microbatch"]
     if plan.job.sharded:
         section["sharded_optimizer"] = True
-    if KEY in about:
-        section[KEY] = about[KEY]
+    if plan.job.context_parallel_size > 1:
+        section["context_parallel_size"] = plan.job.context_parallel_size
     if "loss_chunk_tokens" in about:
         section["loss_chunk_tokens"] = about["loss_chunk_tokens"]
     if len(first.stages) > 1:
@@ -153,14 +152,14 @@ def fit_text(
     )  # fmt: skip
     title = f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens"
     title += "; sharded: replicas divide the optimizer's state" * any(way.recipe.sharded for way in shown)
-    title += "; parts: devices that share every sequence" * any(way.context_parallel > 1 for way in shown)
+    title += "; parts: devices that share every sequence" * any(way.context_parallel_size > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
     for way, own in zip(shown, parts, strict=True):
         sizes = [f"{own[name] / scale:.2f}" for name in SHORT]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
-        if way.context_parallel > 1:
-            marks += ", " * bool(marks) + f"{way.context_parallel} parts"
+        if way.context_parallel_size > 1:
+            marks += ", " * bool(marks) + f"{way.context_parallel_size} parts"
         rate = samples * (tokens or 1) / way.plan.seconds if way.plan else math.nan
         speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
@@ -173,8 +172,8 @@ def fit_text(
     verdict = "It fits: " if limited else "Without a limit of memory (--memory 24GB) the fastest is: "
     verdict += chosen.recipe.name + ", activations recomputed" * chosen.checkpointing
     verdict += ", loss in chunks" * (chosen.loss_chunk_tokens is not None)
-    if chosen.context_parallel > 1:
-        verdict += f", {chosen.context_parallel} devices to a sequence, which stand as one rank below"
+    if chosen.context_parallel_size > 1:
+        verdict += f", {chosen.context_parallel_size} devices to a sequence, which stand as one rank below"
     verdict += f", {shape_of(plan)} (ranks x microbatches); the fullest device needs {readable(plan.fullest[1].total)}."
     lines = [as_text(verdict, title, table, *_pipelines(plan)), to_paste(plan)]
     lines += [f"dtype={chosen.recipe.dtype} in from_pretrained"] * (chosen.recipe.dtype != torch.float32)
@@ -190,7 +189,6 @@ def draw_memory(found: Sequence[TrainingSetup], path: Path) -> Path:
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'penstock[plot]'") from None
     way = best(found) or nearest(found)
-    assert way.shown is not None
     unit, scale = unit_of(max(memory.total for memory in way.shown.memory))
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
@@ -291,7 +289,7 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
         "bubble": plan.bubble,
         "bytes on links": plan.bytes_on_links,
         "configuration": section_of(plan),
-        "code": None if KEY in plan.job.profile.about else code_of(plan),  # the plugin shares no sequences
+        "code": None if plan.job.context_parallel_size > 1 else code_of(plan),  # the plugin shares no sequences
         "speed over equal pipelines": None if equal is None else equal.seconds / plan.seconds,
         "pipelines": pipelines,
     }

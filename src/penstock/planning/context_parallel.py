@@ -1,0 +1,48 @@
+"""A job whose sequences are each shared out over several devices (`context_parallel_size`): they stand as one device,
+which computes and keeps a part of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.planning.cluster import Cluster, Link
+from penstock.planning.plan import Job
+from penstock.planning.profile import UnitCost
+
+# Queries, keys, values and outputs of a layer: at most as many times its hidden state.
+EXCHANGED = 4
+PER_MICROBATCH = (
+    "forward", "backward", "weight", "kept", "working", "deferred", "splitting", "received", "sent", "output",
+    "forwarding", "kept_checkpointed", "crossing",
+)  # fmt: skip
+
+
+def share_sequences(job: Job, size: int) -> Job | None:
+    """The job over groups of `size` devices, all of one class and node; None if the devices cannot be divided so.
+    Weights, gradients and the optimizer's state are whole on each device of a group."""
+    if size == 1:
+        return job
+    groups = _groups_of(job.cluster, size)
+    if groups is None:
+        return None
+    units = tuple(_cost_of_part(unit, size, job.cluster.inside) for unit in job.profile.units)
+    return replace(job, profile=replace(job.profile, units=units), cluster=groups, context_parallel_size=size)
+
+
+def _groups_of(cluster: Cluster, size: int) -> Cluster | None:
+    if any(kind.count % size for kind in cluster.classes) or any(count % size for count in cluster.node_sizes):
+        return None
+    classes = tuple(replace(kind, count=kind.count // size) for kind in cluster.classes)
+    return replace(cluster, classes=classes, node_sizes=tuple(count // size for count in cluster.node_sizes))
+
+
+def _cost_of_part(unit: UnitCost, size: int, link: Link) -> UnitCost:
+    costs = {name: getattr(unit, name) for name in PER_MICROBATCH}
+    own: dict[str, Any] = {name: None if cost is None else cost / size for name, cost in costs.items()}
+    # See `context_parallel.attention.Exchange`; the backward brings as much.
+    received = EXCHANGED * unit.crossing * (size - 1) / size**2
+    seconds = link.seconds(received) if unit.crossing else 0.0
+    return replace(
+        unit, **{**own, "forward": unit.forward / size + seconds, "backward": unit.backward / size + seconds}
+    )
