@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
+from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.transformers import PipelineTrainerMixin
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
@@ -72,6 +73,28 @@ class Logging(Trainer):
         return loss
 
 
+class NotingByName(Trainer):
+    _metrics: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self._metrics["own"].append(0.0)
+        return model(**inputs).loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._metrics = {"own": []}
+        return super().training_step(*args, **kwargs)
+
+
+class Modelless(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return inputs["labels"].float().mean()
+
+
+class Changing(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(input_ids=inputs["input_ids"] + 0, labels=inputs["labels"]).loss
+
+
 class Gathering(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         loss = model(**inputs).loss
@@ -125,6 +148,9 @@ def test_a_loss_of_outputs_and_inputs_gives_the_run_of_the_plain_trainer(
 REFUSED: list[tuple[type[Trainer], str]] = [
     (Twice, "it calls the model a second time"),
     (Noting, "it changes last"),
+    (NotingByName, "it changes _metrics"),
+    (Modelless, "it does not call the model"),
+    (Changing, "it gives the model another input_ids. Change it in data_collator"),
     (Logging, "it calls log"),
     (Gathering, "it calls accelerator.gather"),
     (Penalty, "it needs more than"),
@@ -144,3 +170,9 @@ def test_a_loss_that_needs_more_is_refused_by_name_on_all_ranks(pool: Pool, tmp_
     for texts in pool.run(2, refusals, tmp_path, init=False, timeout=180):
         for (own, reason), text in zip(REFUSED, texts, strict=True):
             assert reason in text, (own, text)
+
+
+def test_a_plugin_is_refused_by_name() -> None:
+    kind: Any = type("Own", (PipelineTrainerMixin, Shifted), {})
+    with pytest.raises(ValueError, match=r"HeterogeneousParallelPlugin with Shifted\.compute_loss does not work over"):
+        kind(None, parallelism=HeterogeneousParallelPlugin(microbatch_size=2))

@@ -37,6 +37,8 @@ from penstock.trainer.trl.fused_head import in_place_of_trls
 
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
+# Methods of the accelerator that other ranks must call, too.
+OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
 # What the outputs of a batch are made into, as the last stage has made them.
 OUTPUT_FORM = OutputForm(dict, ())
 
@@ -190,10 +192,17 @@ class OwnLoss(TrainerAdapter):
         notes: dict[str, Any] = {name: defaultdict(partial(defaultdict, list)) for name in self.notes_in}
         vars(view).update(
             model=model,
-            accelerator=_AcceleratorStandIn(self.trainer.accelerator),
+            accelerator=_AcceleratorStandIn(self.trainer.accelerator, self.alone),
             **{**notes, **self.when_completed, **changes},
         )
         return view
+
+    def alone(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+        """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
+        gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
+        if call == "pad_across_processes":
+            return tensors
+        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
 
     def check(self, whole: torch.Tensor, summed: torch.Tensor) -> None:
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
@@ -304,26 +313,13 @@ class _ModelStandIn:
 
 
 class _AcceleratorStandIn:
-    """Stands for the accelerator in a microbatch on the last stage, where no other rank answers. What it gathers is not
-    a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
+    """Stands for the accelerator in a microbatch on the last stage. `alone` answers in place of the other ranks."""
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, alone: Callable[..., Any]) -> None:
+        self._accelerator, self._alone = accelerator, alone
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensors: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
-
-    def gather_for_metrics(self, tensors: Any) -> Any:
-        return self.gather(tensors)
-
-    def reduce(self, tensors: Any, *_: Any, **__: Any) -> Any:
-        return self.gather(tensors)
-
-    def pad_across_processes(self, tensors: Any, *_: Any, **__: Any) -> Any:
-        return tensors
+        return partial(self._alone, name) if name in OVER_RANKS else getattr(self._accelerator, name)
 
 
 @contextmanager

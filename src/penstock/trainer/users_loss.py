@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +22,9 @@ INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/y
 class UsersLoss(OwnLoss):
     """Which mean the loss is, is seen when it is followed before the first step, as with any criterion. What it needs
     besides outputs and inputs is missed there, and refused by name, on all ranks."""
+
+    # An attribute with this name would be the user's.
+    notes_in = ()
 
     def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
         super().__init__(trainer, owner)
@@ -74,9 +78,11 @@ class UsersLoss(OwnLoss):
 
     def _view(self, model: Any, changes: Mapping[str, Any]) -> Any:
         view = super()._view(model, changes)
-        view.accelerator = _NothingGathered(self.trainer.accelerator, self)
         view.log = self._refuse_log
         return view
+
+    def alone(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+        raise self._refusal(f"it calls accelerator.{call}, but runs on the last stage only")
 
     def _refuse_log(self, *_: Any, **__: Any) -> None:
         raise self._refusal("it calls log, but runs on the last stage only")
@@ -103,21 +109,14 @@ class _FollowedLoss:
         return self._adapter.loss_of_microbatch(outputs, batch, {})
 
 
-class _NothingGathered:
-    """Stands for the accelerator on the last stage, where no other rank answers."""
-
-    def __init__(self, accelerator: Any, adapter: UsersLoss) -> None:
-        self._accelerator, self._adapter = accelerator, adapter
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"):
-            raise self._adapter._refusal(f"it calls accelerator.{name}, but runs on the last stage only")
-        return getattr(self._accelerator, name)
-
-
 def _sizes(trainer: Any) -> dict[str, tuple[int, int]]:
     """What shows whether attributes of a trainer were set, or containers among them filled."""
     held = {**vars(trainer), **{f"state.{name}": value for name, value in vars(trainer.state).items()}}
-    return {
-        name: (id(value), len(value) if isinstance(value, dict | list | set) else 0) for name, value in held.items()
-    }
+    return {name: (id(value), _size(value, inside=True)) for name, value in held.items()}
+
+
+def _size(value: Any, inside: bool = False) -> int:
+    """The length of a container; of a dictionary with those inside, as metrics are kept by name."""
+    if not isinstance(value, dict | list | set | deque):
+        return 0
+    return len(value) + (sum(map(_size, value.values())) if inside and isinstance(value, dict) else 0)
