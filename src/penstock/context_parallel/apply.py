@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from penstock.context_parallel.attention import KNOWN, Exchange, computing, connect
-from penstock.context_parallel.sequence import SHIFTED, SequencePart, cut_inputs, length_of
+from penstock.context_parallel.sequence import SHIFTED, AttentionWay, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule
 from penstock.modeling.libraries import configuration_of
@@ -70,11 +70,10 @@ class ContextParallel:
 
     Attributes:
         positions: what the model takes as position ids where it is given none.
-        by_heads: whether attention goes by heads, otherwise by tokens; see `attention`.
+        way: which way attention goes.
     """
 
-    by_heads = True
-
+    way = AttentionWay.BY_HEADS
     positions: Callable[[torch.Tensor | None, int], torch.Tensor] = staticmethod(counted)
 
     def __init__(self, split: SplitModel, context: RankContext) -> None:
@@ -112,7 +111,7 @@ class ContextParallel:
             compared=() if mean is None else mean.terms,
             positions=positions,
         )
-        part.by_heads, part.shares = self.by_heads, self.exchange.size * self._num_shards
+        part.way, part.shares = self.way, self.exchange.size * self._num_shards
         _refuse_loss(self._mean_of(part, criterion))
         return part
 

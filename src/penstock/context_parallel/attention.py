@@ -7,9 +7,11 @@ There are two ways, both for whatever attention function a model chooses:
 - **by tokens**: it is given the queries of this part, and the keys and values of all parts, which are gathered. The
   mask has a row for each token of this part, and a column for each of the whole sequence.
 
-What tells a part, and the way, is the shape of the mask: it has more rows, or more columns, than there are queries and
-keys. So a layer that gradient checkpointing runs again, in the backward, needs to know nothing else, and whole
-sequences (in generation, say) go their ordinary way.
+By heads is the first choice, as less is exchanged; a layer whose heads cannot be shared out, as a trace of the model
+sees, has all of them go by tokens.
+
+What tells a part, and the way, is the shape of the mask, see `_way_of`. So a layer that gradient checkpointing runs
+again, in the backward, needs to know nothing else, and whole sequences (in generation, say) go their ordinary way.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequ
 from transformers.modeling_utils import AttentionInterface
 
 from penstock.context_parallel.positions import make_of_whole
-from penstock.context_parallel.sequence import Cut, SequencePart
+from penstock.context_parallel.sequence import AttentionWay, Cut, SequencePart
 from penstock.runtime.failures.board import FailureBoard
 
 # The attention functions of transformers that take any mask, by their names.
@@ -165,7 +167,7 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         of_whole = packed_sequence_compatibility_function(of_whole, *part.packed)
     # Tokens that were filled in look at what the last one looks at.
     places = cut.positions(torch.device(kwargs.get("device", "cpu"))).clamp(max=cut.length - 1)
-    if part.by_heads:
+    if part.way is AttentionWay.BY_HEADS:
         skips = {"allow_is_causal_skip": False} if separates else {}
         whole = {**kwargs, **skips, "q_length": cut.length, "kv_length": cut.length, "mask_function": of_whole}
         mask = make(*args, **whole)
@@ -191,23 +193,28 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """A model's attention function; a part's queries look at the keys and values of all parts."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4:
+    way, exchange = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
+    if way is None or (exchange is None and not (query.is_meta and _under_way)):
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
-    (rows, columns), own = attention_mask.shape[2:], key.shape[2]
-    exchange = _exchanges.get(module)
-    if max(rows, columns) <= own or (exchange is None and not (query.is_meta and _under_way)):
-        return attention(module, query, key, value, attention_mask, *args, **kwargs)
-    cut = _under_way[-1].cut if exchange is None else Cut(columns, exchange.index, exchange.size)
-    if rows == own:
+    cut = _under_way[-1].cut if exchange is None else Cut(attention_mask.shape[3], exchange.index, exchange.size)
+    if way is AttentionWay.BY_TOKENS:
         key, value = (_all_tokens(exchange, cut, one) for one in (key, value))
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     if exchange is None and _needs_tokens((query, key, value), kwargs, _under_way[-1].shares):
-        _under_way[-1].needs_tokens = True
+        _under_way[-1].way = AttentionWay.BY_TOKENS
         return attention(module, query, key, value, None, *args, **kwargs)
     mask = None if not any(attention_mask.stride()) else attention_mask
     query, key, value = _some_heads(exchange, cut, (query, key, value))
     output, *_ = attention(module, query, key, value, mask, *args, **kwargs)
     return _own_tokens(exchange, cut, output), None
+
+
+def _way_of(mask: Any, tokens: int) -> AttentionWay | None:
+    """The way for which a mask was made, where queries and keys are of so many tokens; None if it is that of whole
+    sequences. One of a part has columns, and by heads rows, for more tokens."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or max(mask.shape[2:]) <= tokens:
+        return None
+    return AttentionWay.BY_TOKENS if mask.shape[2] == tokens else AttentionWay.BY_HEADS
 
 
 def _needs_tokens(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], shares: int) -> bool:

@@ -48,8 +48,8 @@ def settle_parts(engine: Engine) -> None:
             before = set(guessed)
             (part,) = sequences.cut([inputs], None)
             assert isinstance(part, SequencePart)
-            engine.split.output_shapes(part)
-            sequences.by_heads = not part.needs_tokens
+            engine.split.output_shapes(part)  # traces it anew
+            sequences.way = part.way
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"context_parallel_size: a part of a sequence of tokens alone: {error}"

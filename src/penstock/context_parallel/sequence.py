@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ from penstock.modeling.graph.loss import NUM_ITEMS, LossTerm
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 SHIFTED = "shift_labels"
 IGNORED = -100
+
+
+class AttentionWay(Enum):
+    """How a part attends to whole sequences; see `attention`."""
+
+    BY_HEADS = "by heads"
+    BY_TOKENS = "by tokens"
 
 
 @dataclass(frozen=True)
@@ -79,24 +87,23 @@ class SequencePart(dict[str, Any]):
         packed: of rows that hold several sequences, the positions and the number of the sequence of each token, both of
             shape (samples, length); None where a row is one sequence.
         positions: the position ids of whole sequences, None if the model takes none.
-        by_heads: whether attention goes by heads, otherwise by tokens.
-        shares: over how many ranks the heads of a layer are shared out then.
+        way: by tokens from where a layer was found whose attention cannot go by heads.
+        shares: over how many ranks the heads of a layer are shared out by heads.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
-        needs_tokens: whether a layer was found whose attention cannot go by heads.
     """
 
     def __init__(
         self, inputs: Mapping[str, Any], cut: Cut, packed: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         super().__init__(inputs)
-        self.cut, self.packed, self.by_heads, self.shares = cut, packed, True, cut.size
+        self.cut, self.packed, self.way, self.shares = cut, packed, AttentionWay.BY_HEADS, cut.size
         self.positions: torch.Tensor | None = None
-        self.separates = self.needs_tokens = False
+        self.separates = False
 
     def with_inputs(self, inputs: Mapping[str, Any]) -> SequencePart:
         """The same part, with other inputs."""
         made = SequencePart(inputs, self.cut, self.packed)
-        made.by_heads, made.shares, made.positions = self.by_heads, self.shares, self.positions
+        made.way, made.shares, made.positions = self.way, self.shares, self.positions
         return made
 
 

@@ -2,8 +2,8 @@
 local search in place of this and of the large jobs' search was tried: benchmarks/results/planner_one_solver.md.
 
 The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
-ones before it. Which pipeline of given devices is the fastest does not depend on the reduction of gradients, which is
-not quite so; which groups of devices are the best does.
+ones before it. The pipeline of given devices that is the fastest alone is taken for the best one beside others, too,
+though these change its reduction of gradients a little. Groups of devices are compared with the reduction.
 """
 
 from __future__ import annotations
