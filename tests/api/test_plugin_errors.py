@@ -98,6 +98,8 @@ def test_other_wrong_pipelines_are_named(pipelines: Any, counts: Any, error: typ
         ({"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
         ({"patience": float("inf")}, ValueError, "patience must be a positive number of seconds, got inf"),
         ({"sharded_optimizer": 0}, ValueError, "sharded_optimizer must be .* number of ranks .*, got 0"),
+        ({"loss_chunk_tokens": 8, "tp_size": 2}, ValueError, "for whole heads, and tp_size 2 shards them"),
+        ({"elastic": "tcp://head:29400"}, TypeError, "elastic must be a penstock.Elastic, got 'tcp://head:29400'"),
         ({"schedule": "2f2b"}, ValueError, "unknown schedule '2f2b': known are .*1f1b"),
         ({"schedule": {"gpt2": "1f1b"}}, TypeError, "keys of schedule must be pipeline templates, got 'gpt2'"),
         ({"schedule": {ONE: 3}}, TypeError, "schedule must be a name, .* got 3"),
@@ -152,11 +154,13 @@ def test_pipelines_that_are_written_wrongly_are_refused(text: str) -> None:
     assert parse_pipelines("1x3, 2X5") == [(1, 3), (2, 5)]
 
 
-def test_what_must_come_first_is_said() -> None:
+def test_what_comes_too_early_or_is_of_another_kind_is_said() -> None:
     plugin = HeterogeneousParallelPlugin()
     for call in (lambda: plugin.configure(FAMILIES["gpt2"].build()), lambda: plugin.prepare_dataloader([1, 2])):
         with pytest.raises(RuntimeError, match="call set_pipelines first"):
             call()
+    with pytest.raises(ValueError, match="tp_size needs a model of transformers, and Linear is none"):
+        HeterogeneousParallelPlugin(tp_size=2).configure(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="plugin must be a HeterogeneousParallelPlugin, got NoneType"):
         Booster(plugin=None)  # type: ignore[arg-type]  # that is the point
 

@@ -382,6 +382,9 @@ def test_expert_parallelism_is_refused_with_what_to_do_instead() -> None:
     asked = DistributedConfig(tp_size=2, ep_size=2)
     with pytest.raises(ValueError, match=r"distributed_config cannot .* let stages hold the experts, or tensor_par"):
         load_stage(transformers.MixtralForCausalLM, str(base("mixtral")), [], [], distributed_config=asked)
+
+
+def test_packed_experts_in_8_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="experts are packed in 4 bits only"):
         penstock.PackedExpertsConfig(load_in_4bit=False, load_in_8bit=True)
 

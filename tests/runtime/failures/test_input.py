@@ -38,8 +38,9 @@ def caught(call: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
 
 
 def ask_for_sizes(*sizes: Any) -> list[tuple[str, str]]:
-    """What initialize() raises for each of several sizes, and that a possible one works after them."""
-    found = [caught(parallelize, gpt2(), size) for size in sizes]
+    """What initialize() raises for each of several sizes, or options, and that a possible one works after them."""
+    options = [size if isinstance(size, dict) else {"stages": size} for size in sizes]
+    found = [caught(parallelize, gpt2(), **option) for option in options]
     assert run_step(parallelize(gpt2(), 1), batch("causal", 2))
     return found
 
@@ -53,10 +54,13 @@ def test_a_size_that_is_no_positive_integer_is_refused(pool: Pool) -> None:
 
 
 def test_sizes_that_do_not_fit_the_world_are_refused(pool: Pool) -> None:
-    for larger, indivisible in pool.run(3, ask_for_sizes, 4, 2):
+    shared = {"stages": 1, "context_parallel_size": 2}
+    for larger, indivisible, parts in pool.run(3, ask_for_sizes, 4, 2, shared):
         assert larger[0] == indivisible[0] == "ConfigurationError"
         assert "is 4" in larger[1] and "only 3 processes" in larger[1]
         assert "3 processes" in indivisible[1] and "[1, 3]" in indivisible[1]
+        assert parts[0] == "ConfigurationError"
+        assert "takes 2 pipelines of 1 ranks, which is 2 processes, but 3 were started" in parts[1]
 
 
 def ask_for_more_stages_than_units() -> list[tuple[str, str]]:
