@@ -284,9 +284,10 @@ class SplitModel:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
             `plan.boundaries[stage]`. One that passes through is the received tensor.
         """
-        asks_host = plan.asks_inputs and host is not None and host is not inputs
+        if host is inputs or not plan.asks_inputs:
+            host = None
         run: StageRun | None = None  # of an ordinary forward
-        if plan.num_stages > 1 or seed is not None or asks_host or plan.head is not None:
+        if plan.num_stages > 1 or seed is not None or host is not None or plan.head is not None:
             run = self._stage_run(plan, stage, inputs, received)
             if run.plan.idle:
                 return None, run.finished()
@@ -305,16 +306,12 @@ class SplitModel:
             evaluate = partial(self.kept_state.watching, stage, evaluate)
         if run is None:
             return evaluate(), ()
-        if asks_host and host is not None:
+        if host is not None:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
         run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        with self._refused:
-            if watch:
-                with self._watched(plan, stage):
-                    output = self._handled(plan, run, evaluate, seed)
-            else:
-                output = self._handled(plan, run, evaluate, seed)
+        with self._refused, self._watched(plan, stage) if watch else _NOTHING:
+            output = self._handled(plan, run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def walk(
@@ -396,9 +393,7 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
-            if run.host_values is None:
-                return evaluate()
-            with run.host_values:
+            with run.host_values or _NOTHING:
                 return evaluate()
         except StageDone:
             return None
