@@ -217,7 +217,7 @@ def take_over_weights_of_all_kinds() -> dict[str, torch.Tensor]:
     model, everyone = weights_of_all_kinds(torch.distributed.get_rank()), (0, 1, 2)
     groups: Any = SimpleNamespace(reduction={everyone: torch.distributed.group.WORLD})
     held = [HeldParameter(name, parameter, everyone) for name, parameter in model.named_parameters()]
-    copy_from_first_holders(held, model, groups)
+    copy_from_first_holders(held, model, groups, check=lambda: None)
     return dict(model.state_dict())
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from penstock.elastic.protocol import Decision
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
-from penstock.runtime.comm.gloo import contact
+from penstock.runtime.comm.gloo import contact, wait_for_transfer
 from penstock.runtime.engine import Engine
 from penstock.runtime.formation import Migration, Values
 
@@ -75,7 +75,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
             if name not in migration.elsewhere
         }
         every = _exchange_values(engine, (leaving, index, has))
-        turn, transfers = 0, _Transfers(group)
+        turn, transfers = 0, _Transfers(group, engine.board.check)
         for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
             for shard in range(context.layout.tensor_parallel_size):
                 holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
@@ -115,7 +115,7 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migr
     has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in elsewhere}
     mine = context.place.tensor_parallel_rank, needs, has
     every = [_HoldingsReport(*told) for told in _exchange_values(engine, mine)]
-    turn, transfers = 0, _Transfers(group)
+    turn, transfers = 0, _Transfers(group, engine.board.check)
     for name in dict.fromkeys(name for told in every for name in told.needs):
         for to, needing in enumerate(every):
             if name not in needing.needs:
@@ -155,13 +155,13 @@ class _Transfers:
     """Tensors on their way between ranks, several at a time.
 
     All ranks begin theirs in one order, and each waits for its oldest first. So the oldest of all can always end: both
-    its ranks have begun it.
+    its ranks have begun it. `check` ends a wait by what it raises.
     """
 
     MOST = 16
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, check: Callable[[], object]) -> None:
+        self._group, self._check = group, check
         # The message, the tensor it is for, and what follows.
         self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Callable[[], object]]] = deque()
         self._num_begun: Counter[tuple[bool, int]] = Counter()
@@ -215,7 +215,7 @@ class _Transfers:
 
     def _end_oldest(self) -> None:
         work, message, value, ended = self._under_way.popleft()
-        work.wait()
+        wait_for_transfer(work, message.nbytes, self._check)
         if message is not value:
             value.copy_(message)
         ended()

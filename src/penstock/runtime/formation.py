@@ -34,6 +34,7 @@ from penstock.runtime import torch_calls
 from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
 from penstock.runtime.comm.devices import default_timeout, local_device, refuse_shared_devices
 from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.gloo import wait_for_transfer
 from penstock.runtime.comm.groups import Groups, abort_groups
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
@@ -131,7 +132,7 @@ def form_new(
 
     def fill() -> None:
         if values is None:
-            copy_from_first_holders(engine.held, engine.split.model, engine.context.groups)
+            copy_from_first_holders(engine.held, engine.split.model, engine.context.groups, board.check)
         else:
             values(engine, engine.values_here(), Migration())
 
@@ -328,11 +329,14 @@ PIECE_BYTES = 4 * 2**20
 
 
 @torch.no_grad()
-def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups) -> None:
-    """Give every holder of a parameter the first holder's values, as replicas must start alike."""
+def copy_from_first_holders(
+    held: Sequence[HeldParameter], model: torch.nn.Module, groups: Groups, check: Callable[[], object]
+) -> None:
+    """Give every holder of a parameter the first holder's values, as replicas must start alike. `check` ends a wait by
+    what it raises."""
     inside = tensors_of(model)
     shared = [(tensor, one.ranks) for one in held if len(one.ranks) > 1 for tensor in inside[one.parameter]]
-    sent: list[dist.Work] = []
+    sent: list[tuple[dist.Work, int]] = []
     for tensor, ranks in shared:
         group, place = groups.reduction[ranks], ranks.index(dist.get_rank())
         flat = tensor.contiguous().view(-1)
@@ -341,10 +345,10 @@ def copy_from_first_holders(held: Sequence[HeldParameter], model: torch.nn.Modul
         else:  # over a connection of the ring in which sums go round: a broadcast would need others
             for piece in flat.view(torch.uint8).split(PIECE_BYTES):
                 if place > 0:
-                    group.recv([piece], place - 1, 0).wait()
+                    wait_for_transfer(group.recv([piece], place - 1, 0), piece.nbytes, check)
                 if place < len(ranks) - 1:
-                    sent.append(group.send([piece], place + 1, 0))
+                    sent.append((group.send([piece], place + 1, 0), piece.nbytes))
         if flat.data_ptr() != tensor.data_ptr():  # it does not lie in one piece
             tensor.copy_(flat.view(tensor.shape))
-    for work in sent:
-        work.wait()
+    for work, num_bytes in sent:
+        wait_for_transfer(work, num_bytes, check)
