@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, GRPOConfig
+from transformers import AutoModelForCausalLM, CLIPImageProcessor, LlavaProcessor
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig
 
 import penstock
 from penstock import HeterogeneousParallelPlugin
-from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
+from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer, PipelineKTOTrainer
 from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
@@ -256,6 +257,25 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, kind: str, given: d
             options = GRPOConfig(**arguments, num_generations=2)
             further = {name: value for name, value in given.items() if name != "args"}
             GRPOTrainer(model, reward_funcs=len, args=options, train_dataset=prompts(8, 1), **common, **further)
+
+
+IMAGES: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
+    "DPOTrainer with images": (PipelineDPOTrainer, DPOConfig, "chosen rejected", {}),
+    "KTOTrainer with images": (PipelineKTOTrainer, KTOConfig, "completion label", {}),
+    "GRPOTrainer with a processor of images": (PipelineGRPOTrainer, GRPOConfig, "answer", {"reward_funcs": len}),
+}
+
+
+@pytest.mark.parametrize("named", IMAGES)
+def test_images_are_refused_by_name(tmp_path: Path, named: str) -> None:
+    """TRL asks for a processor, and does not look at the model."""
+    kind, arguments, columns, further = IMAGES[named]
+    options = arguments(**defaults(tmp_path, 1, 1) | {"eval_strategy": "no", "bf16": False})
+    data = Dataset.from_list([dict.fromkeys(("prompt", "image", *columns.split()), " w1")] * 8)
+    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer(), patch_size=8)
+    common = {"args": options, "train_dataset": data, "processing_class": processor, "parallelism": TWO}
+    with pytest.raises(ValueError, match=rf"{named} does not work over pipelines: \w+"):
+        kind(FAMILIES["llama"].build(**SIZES), **common, **further)
 
 
 def in_chunks(folder: Path) -> str:

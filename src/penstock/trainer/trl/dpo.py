@@ -24,7 +24,7 @@ class DPO(AgainstReference):
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
-        if getattr(self.trainer, "_is_vision_dataset", False):
+        if self.trainer._is_vision_dataset:
             raise not_over_pipelines("DPOTrainer with images", "its batches do not say which images a pair has")
 
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

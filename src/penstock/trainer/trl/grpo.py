@@ -58,7 +58,7 @@ class GRPO(OwnLoss):
                     raise not_over_pipelines(name, instead)
         if args.top_entropy_quantile < 1:
             raise not_over_pipelines("top_entropy_quantile", "it compares the tokens of the whole batch: leave it out")
-        if getattr(self.trainer, "_is_vlm", False):
+        if self.trainer._is_vlm:
             raise not_over_pipelines("GRPOTrainer with a processor of images", "give a tokenizer")
 
     # -- forming ---------------------------------------------------------------------------------------------------
