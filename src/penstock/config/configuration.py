@@ -189,6 +189,14 @@ def check_value(key: str, value: Any, section: str = "") -> None:
         raise _wrong(f"{section}{key}", value, expected)
 
 
+def check_count(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless an argument is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that are keys of the configuration; they are taken out."""
     keys = (*(field.name for field in fields(Configuration)), *RENAMED)

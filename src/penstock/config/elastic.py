@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.configuration import check_count
 from penstock.modeling.pipeline_template import PipelineTemplate
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
@@ -55,14 +56,9 @@ class Elastic:
         if not isinstance(self.store, str):
             raise TypeError(f"store must be a string such as tcp://host:29400, got {self.store!r}")
         parse_address(self.store)
-        for name in ("copies", "start"):
-            value = getattr(self, name)
-            if value is None and name == "start":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count("copies", self.copies)
+        if self.start is not None:
+            check_count("start", self.start)
         for name in ("gather", "hang_timeout", "memory", "bandwidth", "horizon"):
             value = getattr(self, name)
             if value is not None and not value > 0:

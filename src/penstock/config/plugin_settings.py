@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.configuration import check_value
+from penstock.config.configuration import check_count, check_value
 from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.board import PATIENCE_SECONDS
@@ -43,11 +43,7 @@ class PluginSettings:
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "microbatch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_count(name, getattr(self, name))
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if not self.max_norm >= 0:
