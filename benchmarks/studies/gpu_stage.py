@@ -1,4 +1,4 @@
-"""A stage on one GPU beside the plain loop, `fit` beside the peaks, long runs and kills: in ten minutes on one card.
+"""A stage on one GPU beside the plain loop, `fit` beside the peaks, long runs and kills, on one card.
 
     python benchmarks/studies/gpu_stage.py                     # one GPU of 80 GB; writes results/gpu_stage.json and .md
     python benchmarks/studies/gpu_stage.py --device emulated   # the same path with a tiny model, where there is no GPU

@@ -175,19 +175,19 @@ class Stubborn(Block):
         return {"when": object()}
 
 
-def refused() -> tuple[list[str], str]:
+def refused(folder: str) -> tuple[list[str], str]:
     model = Model()
     model.blocks[3] = Stubborn()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         parallel = split(model, 2)
     with pytest.raises(CheckpointError) as caught:
-        parallel.save_parallelized("nowhere")
+        parallel.save_parallelized(folder)
     return [str(one.message) for one in told], str(caught.value)
 
 
 def test_what_cannot_be_saved_is_named_before_the_training(pool: Pool, tmp_path: Path) -> None:
-    (before, _), (named, failure) = pool.run(2, refused)
+    (before, _), (named, failure) = pool.run(2, refused, str(tmp_path / "model"))
     assert not [one for one in before if "saved" in one]
     said = "cannot save blocks.3._extra_state: it is, or holds, a object. It must be a tensor, or plain data"
     assert any(f"can be trained, but not saved: {said}" in one for one in named)
