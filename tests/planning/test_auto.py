@@ -11,8 +11,12 @@ import torch
 
 import penstock
 from penstock.planning.auto import auto_pipeline_size, auto_pipelines
+from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.context_parallel import share_sequences
 from penstock.planning.memory import HeldBytes
+from penstock.planning.plan import Job
 from penstock.planning.planner import Infeasible
+from penstock.planning.profiling import profile_model
 from tests.cli.test_cli import run
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
@@ -60,8 +64,6 @@ def test_the_plugins_own_pipelines_train_as_the_unsplit_model(pool: Pool, num_ra
 
 
 def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
-    from penstock.planning.profiling import profile_model
-
     whole = HeldBytes.together(profile_model(build()).units).with_live(1)
     loss, num_pipelines, _ = pool.run(2, train_with_plugin, "1f1b", 0.8 * whole)[0]
     assert num_pipelines == 1 and loss == pytest.approx(unsplit_loss(), abs=1e-12)
@@ -69,6 +71,17 @@ def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
         auto_pipelines(build(), 2, 8, 1, "1f1b", memory=0.3 * whole)
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b") == 1
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory=0.9 * whole) == 2
+
+
+def test_devices_that_share_sequences_stand_as_one() -> None:
+    """Four make at most two ranks, each of which holds a part of the activations, but whole weights."""
+    job = share_sequences(Job(profile_model(build(), 1), Cluster((DeviceClass("device", 4),)), 8), 2)
+    assert job is not None
+    needed = HeldBytes.together(job.profile.units).with_live(1)
+    sizes = [auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory, None, 2) for memory in (None, 0.9 * needed)]
+    assert sizes == [1, 2]
+    with pytest.raises(Infeasible, match="start a multiple of 2"):
+        auto_pipeline_size(build(), 3, 8, 1, "1f1b", None, None, 2)
 
 
 def test_the_loss_in_chunks_makes_a_smaller_last_stage() -> None:

@@ -103,6 +103,7 @@ REFUSED = {
     "a mask of four dimensions": "attention_mask of shape",
     "a criterion that sums": "over sum of the batch",
     "a criterion that shifts": "takes shift_labels",
+    "labels that two means ignore": "ignores -100 in one mean and 2 in another",
     "an input without tokens": "cannot cut the input",
     "attentions that are asked for": "leave out output_attentions",
     "attentions by the configuration": "leave out output_attentions",
@@ -122,6 +123,11 @@ def train_refused(case: str) -> None:
             options["criterion"] = _summed
         case "a criterion that shifts":
             options["criterion"] = _shifted
+        case "labels that two means ignore":
+            inputs["targets"] = inputs.pop("labels")
+            options["criterion"] = lambda output, given: (
+                _over_targets(output, given, -100) + _over_targets(output, given)
+            )
         case "attentions that are asked for":
             inputs["output_attentions"] = True
         case "attentions by the configuration":
@@ -143,10 +149,10 @@ def train_of_criterion() -> Step:
         return Step(losses, gradients_of(model))
 
 
-def _over_targets(output: Any, inputs: Batch, reduction: str = "mean") -> torch.Tensor:
+def _over_targets(output: Any, inputs: Batch, ignored: int = NO_TARGET) -> torch.Tensor:
     targets = inputs["targets"].flatten()
     logits = output.logits.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=NO_TARGET, reduction=reduction)
+    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=ignored)
 
 
 def _shifted(output: Any, inputs: Batch, reduction: str = "mean") -> torch.Tensor:

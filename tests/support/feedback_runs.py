@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification
 from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
 from tests.support.families import FAMILIES
-from tests.support.preference_runs import NUM_PAIRS, pairs
+from tests.support.preference_runs import NUM_PAIRS, SIZES, pairs, second_model
 from tests.support.quantised import load
-from tests.support.trainer_runs import NUM_EVALUATED, defaults, over, precisely, run, tokenizer
-
-SIZES: Mapping[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
+from tests.support.trainer_runs import NUM_EVALUATED, adapters, of_trl, over, precisely, run, tokenizer
 
 
 def margins(data: Dataset) -> Dataset:
@@ -38,21 +35,19 @@ def judge(
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with RewardTrainer; with `margin` by how much a completion should be better, of unlike numbers."""
-    given = {**defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, **options}
     data = [pairs(NUM_PAIRS, 1), pairs(NUM_EVALUATED, 2)]
     with precisely(dtype):
         configuration = FAMILIES["llama"].build(**SIZES).config
         configuration.num_labels = 1
         torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_config(configuration).to(dtype)
-        adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["score"])
         trainer: Any = (PipelineRewardTrainer if stages else RewardTrainer)(
             model,
-            args=RewardConfig(**given),
+            args=RewardConfig(**of_trl(folder, steps, pipelines, **options)),
             train_dataset=margins(data[0]) if margin else data[0],
             eval_dataset=margins(data[1]) if margin else data[1],
             processing_class=tokenizer(),
-            peft_config=adapters if lora else None,
+            peft_config=adapters(lora, modules_to_save=["score"]),
             **over(stages, **(parallelism or {})),
         )
         return run(trainer, folder, resume)
@@ -82,27 +77,15 @@ def approve(
 ) -> list[dict[str, float]]:
     """Train with KTOTrainer. The reference is the adapters' base, or another model. `packed` has a model that is to be
     loaded in 4 bits."""
-    given = {
-        **defaults(folder, steps, pipelines),
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "beta": 0.5,
-        **options,
-    }
     with precisely(dtype):
-        reference = None if lora else FAMILIES["llama"].build(dtype=dtype, **SIZES)
-        if reference is not None:
-            with torch.no_grad():
-                for parameter in reference.parameters():
-                    parameter.mul_(0.9)
         trainer: Any = (PipelineKTOTrainer if stages else KTOTrainer)(
             FAMILIES["llama"].build(dtype=dtype, **SIZES) if packed is None else load("llama", packed, "nf4", False),
-            ref_model=reference,
-            args=KTOConfig(**given),
+            ref_model=None if lora else second_model("llama", dtype, **SIZES),
+            args=KTOConfig(**of_trl(folder, steps, pipelines, **{"beta": 0.5, **options})),
             train_dataset=unpaired(NUM_PAIRS, 1),
             eval_dataset=unpaired(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),
         )
         return run(trainer, folder, resume)

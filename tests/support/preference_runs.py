@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
 from tests.support.families import FAMILIES
-from tests.support.trainer_runs import NUM_EVALUATED, defaults, over, precisely, run, tokenizer
+from tests.support.trainer_runs import NUM_EVALUATED, adapters, of_trl, over, precisely, run, tokenizer
 
 NUM_PAIRS = 40
+# Of the tiny models.
+SIZES: Mapping[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
 # Attributes of a DPOTrainer in one step each: every loss of its list, weighted sums, and what else changes the loss.
 LOSSES: Sequence[Mapping[str, Any]] = [
     *({"loss_types": [name]} for name in (
@@ -66,6 +67,15 @@ def pairs(count: int, seed: int) -> Dataset:
     )
 
 
+def second_model(family: str, dtype: torch.dtype, **sizes: Any) -> Any:
+    """A reference: the model that is trained, with smaller weights."""
+    model = FAMILIES[family].build(dtype=dtype, **sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
 def prefer(
     folder: Path,
     stages: int = 0,
@@ -85,16 +95,11 @@ def prefer(
 ) -> list[dict[str, float]]:
     """Train with DPOTrainer. The reference is the adapters' base, or another model; of a given `model` it is the given
     one, or what TRL takes. `losses`: one for each step."""
-    given = {
-        **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "beta": 0.5, **options
-    }  # fmt: skip
-    sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
+    given = of_trl(folder, steps, pipelines, **{"beta": 0.5, **options})
+    sizes = {**SIZES, **(settings or {})}
     with precisely(dtype):
         if not lora and model is None:
-            reference = FAMILIES[family].build(dtype=dtype, **sizes)
-            with torch.no_grad():
-                for parameter in reference.parameters():
-                    parameter.mul_(0.9)
+            reference = second_model(family, dtype, **sizes)
         trainer: Any = (PipelineDPOTrainer if stages else DPOTrainer)(
             model or FAMILIES[family].build(dtype=dtype, **sizes),
             ref_model=reference,
@@ -102,7 +107,7 @@ def prefer(
             train_dataset=pairs(NUM_PAIRS, 1),
             eval_dataset=pairs(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            peft_config=adapters(lora),
             **({} if is_parallelised else over(stages, **(parallelism or {}))),
         )
         if losses:
@@ -151,11 +156,9 @@ def reinforce(
 ) -> list[dict[str, float]]:
     """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder. `losses`:
     one for each step."""
-    given = {
-        **defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, "num_generations": 2,
-        "max_completion_length": 6, "temperature": 1.2, **options,
-    }  # fmt: skip
-    sizes = {"vocab_size": 62, "num_hidden_layers": 2, **(settings or {})}
+    completions = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.2}
+    given = of_trl(folder, steps, pipelines, **{**completions, **options})
+    sizes = {**SIZES, **(settings or {})}
     with precisely(dtype):
         model = FAMILIES[family].build(dtype=dtype, **sizes)
         if reference is not None:
@@ -167,7 +170,7 @@ def reinforce(
             train_dataset=prompts(NUM_PAIRS, 1),
             eval_dataset=prompts(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),
         )
         if losses:

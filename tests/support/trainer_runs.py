@@ -115,6 +115,16 @@ def defaults(folder: Path, steps: int, pipelines: int) -> dict[str, Any]:
     }
 
 
+def of_trl(folder: Path, steps: int, pipelines: int, **further: Any) -> dict[str, Any]:
+    """The same of TRL's trainers, which have other defaults than transformers'."""
+    return {**defaults(folder, steps, pipelines), "bf16": False, "gradient_checkpointing": False, **further}
+
+
+def adapters(wanted: bool, **further: Any) -> LoraConfig | None:
+    """What `peft_config` is in a run of TRL's trainers."""
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **further) if wanted else None
+
+
 def over(stages: int, **further: Any) -> dict[str, Any]:
     """The one argument that differs."""
     return {"parallelism": {"pipeline_parallel_size": stages, **further}} if stages else {}
@@ -189,7 +199,7 @@ def fine_tune(
             train_dataset=sentences(80, 1),
             eval_dataset=sentences(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
+            peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),
         )
         return run(trainer, folder)

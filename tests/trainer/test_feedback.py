@@ -11,8 +11,9 @@ import torch
 
 from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
-from tests.support.feedback_runs import SIZES, approve, learn_all
+from tests.support.feedback_runs import approve, learn_all
 from tests.support.pool import Pool
+from tests.support.preference_runs import SIZES
 from tests.support.quantised import write_base
 from tests.support.trainer_runs import differences
 

@@ -22,14 +22,13 @@ from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer, P
 from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
-from tests.support.preference_runs import pairs, prefer, prefer_all, prompts, reinforce
+from tests.support.preference_runs import SIZES, pairs, prefer, prefer_all, prompts, reinforce
 from tests.support.quantised import quantisation, write_base
 from tests.support.trainer_runs import defaults, differences, over, precisely, tokenizer
 from tests.support.training import kept_in_double
 
 pytestmark = pytest.mark.slow
 
-SIZES: dict[str, Any] = {"vocab_size": 62, "num_hidden_layers": 2}
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
 
 

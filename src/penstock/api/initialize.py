@@ -216,6 +216,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
         str(configuration.schedule),
         found.memory,
         configuration.loss_chunk_tokens,
+        configuration.context_parallel_size,
     )
     # Estimates differ between machines: rank 0's counts.
     return replace(configuration, pipeline_parallel_size=ranks.exchange(size, "planning")[0])

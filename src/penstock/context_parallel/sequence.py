@@ -143,7 +143,14 @@ def cut_inputs(
         raise NotImplementedError(
             f"context_parallel_size {size} cannot share out sequences of {length} tokens: give more"
         )
-    fillings = {term.input: IGNORED if term.ignore_index is None else term.ignore_index for term in compared}
+    fillings: dict[str | None, int] = {}
+    for term in compared:
+        ignored = IGNORED if term.ignore_index is None else term.ignore_index
+        if fillings.setdefault(term.input, ignored) != ignored:
+            raise NotImplementedError(
+                f"context_parallel_size needs one label that counts for nothing, but of {term.input} the loss ignores "
+                f"{fillings[term.input]} in one mean and {ignored} in another"
+            )
     shifts = any(term.input == "labels" and term.start == 1 for term in compared)
     given = inputs.get("position_ids")
     found: dict[str, Any] = {}

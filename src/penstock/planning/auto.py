@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
+from penstock.planning.context_parallel import share_sequences
 from penstock.planning.plan import Job, Plan
 from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
 from penstock.planning.profile import Profile
@@ -70,19 +72,27 @@ def auto_pipeline_size(
     schedule: str,
     memory: float | None = None,
     loss_chunk_tokens: int | None = None,
+    context_parallel_size: int = 1,
 ) -> int:
-    """The number of ranks of equal pipelines, a divisor of `num_devices`, with which a sample takes least."""
+    """The number of ranks of equal pipelines with which a sample takes least: a divisor of `num_devices`, or of as many
+    groups as these make if they share sequences."""
     each = num_microbatches or DEFAULT_MICROBATCHES
     profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
-    best, size = math.inf, 0
-    for ranks in (divisor for divisor in range(1, num_devices + 1) if num_devices % divisor == 0):
-        pipelines = num_devices // ranks
-        job = _job(profile, num_devices, each * pipelines, schedule, memory, pipelines)
-        plan = equal_pipelines(job, schedule, ranks)
+    whole_sequences = _job(profile, num_devices, each, schedule, memory, 1)
+    job = share_sequences(whole_sequences, context_parallel_size)
+    if job is None:
+        raise Infeasible(
+            f"no plan: {num_devices} devices are no multiple of context_parallel_size {context_parallel_size}: start "
+            f"a multiple of {context_parallel_size}"
+        )
+    best, size, num_groups = math.inf, 0, job.cluster.size
+    for ranks in (divisor for divisor in range(1, num_groups + 1) if num_groups % divisor == 0):
+        pipelines = num_groups // ranks
+        plan = equal_pipelines(replace(job, num_microbatches=each * pipelines, copies=pipelines), schedule, ranks)
         if plan is not None and plan.seconds / pipelines < best:
             best, size = plan.seconds / pipelines, ranks
     if not size:
-        raise explain(_job(profile, num_devices, each, schedule, memory, 1))
+        raise explain(job)
     return size
 
 
