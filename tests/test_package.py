@@ -241,7 +241,7 @@ OF_LIBRARIES = {
         "_get_collator_with_removed_columns", "_load_optimizer_and_scheduler", "_save_checkpoint",
         "_get_num_items_in_batch", "_total_train_tokens", "_metrics", "_precompute_ref_logps",
         "_generate_and_score_completions", "_calculate_rewards", "_compute_kl_logps", "_is_vision_dataset",
-        "_is_vlm",
+        "_is_vlm", "_pending_metrics",
     },
 }  # fmt: skip
 

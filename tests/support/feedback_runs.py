@@ -14,7 +14,7 @@ from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
 from tests.support.families import FAMILIES
 from tests.support.preference_runs import NUM_PAIRS, SIZES, pairs, second_model
-from tests.support.quantised import load
+from tests.support.quantised import load, quantisation
 from tests.support.trainer_runs import NUM_EVALUATED, adapters, of_trl, over, precisely, run, tokenizer
 
 
@@ -32,15 +32,24 @@ def judge(
     dtype: torch.dtype = torch.float64,
     parallelism: Mapping[str, Any] | None = None,
     resume: bool = False,
+    packed: Path | None = None,
+    compute_metrics: Any = None,
     **options: Any,
 ) -> list[dict[str, float]]:
-    """Train with RewardTrainer; with `margin` by how much a completion should be better, of unlike numbers."""
+    """Train with RewardTrainer; with `margin` by how much a completion should be better, of unlike numbers. `packed`
+    has a model that is to be loaded in 4 bits."""
     data = [pairs(NUM_PAIRS, 1), pairs(NUM_EVALUATED, 2)]
     with precisely(dtype):
         configuration = FAMILIES["llama"].build(**SIZES).config
         configuration.num_labels = 1
         torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(configuration).to(dtype)
+        model: Any = (
+            AutoModelForSequenceClassification.from_config(configuration).to(dtype)
+            if packed is None
+            else AutoModelForSequenceClassification.from_pretrained(
+                packed, num_labels=1, dtype=dtype, quantization_config=quantisation("nf4")
+            )
+        )
         trainer: Any = (PipelineRewardTrainer if stages else RewardTrainer)(
             model,
             args=RewardConfig(**of_trl(folder, steps, pipelines, **options)),
@@ -48,6 +57,7 @@ def judge(
             eval_dataset=margins(data[1]) if margin else data[1],
             processing_class=tokenizer(),
             peft_config=adapters(lora, modules_to_save=["score"]),
+            compute_metrics=compute_metrics,
             **over(stages, **(parallelism or {})),
         )
         return run(trainer, folder, resume)
@@ -73,6 +83,7 @@ def approve(
     parallelism: Mapping[str, Any] | None = None,
     resume: bool = False,
     packed: Path | None = None,
+    compute_metrics: Any = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with KTOTrainer. The reference is the adapters' base, or another model. `packed` has a model that is to be
@@ -86,6 +97,7 @@ def approve(
             eval_dataset=unpaired(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
+            compute_metrics=compute_metrics,
             **over(stages, **(parallelism or {})),
         )
         return run(trainer, folder, resume)

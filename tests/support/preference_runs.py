@@ -91,6 +91,7 @@ def prefer(
     model: Any = None,
     reference: Any = None,
     is_parallelised: bool = False,
+    compute_metrics: Any = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with DPOTrainer. The reference is the adapters' base, or another model; of a given `model` it is the given
@@ -108,6 +109,7 @@ def prefer(
             eval_dataset=pairs(NUM_EVALUATED, 2),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
+            compute_metrics=compute_metrics,
             **({} if is_parallelised else over(stages, **(parallelism or {}))),
         )
         if losses:
@@ -124,7 +126,8 @@ def prompts(count: int, seed: int) -> Dataset:
 
 
 class Rewards:
-    """Rewards words of a low number; notes in a file each completion that it is asked for."""
+    """Rewards words of a low number, and logs how many words there are; notes in a file each completion that it is
+    asked for."""
 
     __name__ = "low_words"
 
@@ -135,6 +138,8 @@ class Rewards:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"asked-{os.getpid()}.txt").open("a") as file:
             file.writelines(f"{one}\n" for one in completions)
+        kwargs["log_metric"]("words", sum(len(one.split()) for one in completions))
+        kwargs["log_extra"]("word", [one.split()[-1:] for one in completions])
         return [sum(int(word[1:]) < 30 for word in one.split()) / (1 + len(one.split())) for one in completions]
 
 
@@ -150,6 +155,7 @@ def reinforce(
     settings: Mapping[str, Any] | None = None,
     resume: bool = False,
     reference: Path | None = None,
+    model: Any = None,
     rewards: Callable[..., list[float]] | None = None,
     losses: Sequence[Mapping[str, Any]] = (),
     **options: Any,
@@ -160,7 +166,7 @@ def reinforce(
     given = of_trl(folder, steps, pipelines, **{**completions, **options})
     sizes = {**SIZES, **(settings or {})}
     with precisely(dtype):
-        model = FAMILIES[family].build(dtype=dtype, **sizes)
+        model = model or FAMILIES[family].build(dtype=dtype, **sizes)
         if reference is not None:
             model.config._name_or_path = str(reference)
         trainer: Any = (PipelineGRPOTrainer if stages else GRPOTrainer)(

@@ -23,6 +23,7 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
@@ -222,8 +223,19 @@ class Double:
         return torch.float64 if name == "float32" else getattr(torch, name)
 
 
+class SumsInDouble(TrainerCallback):
+    """Lets a Trainer add up the losses that it logs in double precision; it does so in single."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._tr_loss = self.trainer._tr_loss.double()
+
+
 def run(trainer: Any, folder: Path, resume: bool = False) -> list[dict[str, float]]:
     """Train, save, and return what was logged of the run."""
+    trainer.add_callback(SumsInDouble(trainer))
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
     timings = ("runtime", "per_second", "step_time")

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from penstock import HeterogeneousParallelPlugin
-from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
-from tests.support.feedback_runs import approve, learn_all
+from penstock.integrations.trl import (
+    PipelineDPOTrainer,
+    PipelineGRPOTrainer,
+    PipelineKTOTrainer,
+    PipelineRewardTrainer,
+)
+from tests.support.feedback_runs import learn_all
 from tests.support.pool import Pool
 from tests.support.preference_runs import SIZES
 from tests.support.quantised import write_base
@@ -65,19 +70,22 @@ def test_feedback_is_learned_alike_with_and_without_pipelines(
             assert not {name: value for name, value in found.items() if value > LOGGED}, case
 
 
-def kto_resumed(folder: Path, stages: int, resume: bool) -> list[dict[str, float]]:
-    return approve(folder, stages, lora=True, save_strategy="steps", save_steps=2, eval_strategy="no", resume=resume)
+def trained_then_resumed(folder: Path, stages: int, resume: bool) -> dict[str, list[dict[str, float]]]:
+    case = {"lora": True, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "resume": resume}
+    return learn_all(folder, stages, 1, {"reward": case, "KTO": case})
 
 
 def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
-    plain, folder = kto_resumed(tmp_path / "plain", 0, False), tmp_path / "split"
-    pool.run(3, kto_resumed, folder, 3, False, init=False, timeout=180)
-    shutil.rmtree(folder / "checkpoint-4")
-    for logs in pool.run(2, kto_resumed, folder, 2, True, init=False, timeout=180):
-        found = differences((logs, folder), (plain, tmp_path / "plain"))
-        assert found["weights"] < EXACT
-        # TRL counts tokens from where its process began.
-        assert not {name: value for name, value in found.items() if value > LOGGED and name != "num_tokens"}
+    plain, folder = trained_then_resumed(tmp_path / "plain", 0, False), tmp_path / "split"
+    pool.run(3, trained_then_resumed, folder, 3, False, init=False, timeout=180)
+    for last in folder.glob("*/checkpoint-4"):
+        shutil.rmtree(last)
+    for runs in pool.run(2, trained_then_resumed, folder, 2, True, init=False, timeout=180):
+        for name, logs in runs.items():
+            found = differences((logs, folder / name), (plain[name], tmp_path / "plain" / name))
+            assert found["weights"] < EXACT, name
+            # TRL counts tokens from where its process began.
+            assert not {figure: value for figure, value in found.items() if value > LOGGED and figure != "num_tokens"}
 
 
 @pytest.mark.slow
@@ -86,10 +94,12 @@ def test_half_precision_and_a_base_in_4_bits_give_the_plain_run(pool: Pool, tmp_
     packed = write_base("llama", tmp_path / "base", **SIZES)
     half = {"dtype": torch.float32, "bf16": True, "learning_rate": 1e-4}
     few = {"steps": 2, "eval_strategy": "no"}
+    packing = {"packed": packed, "lora": True, "dtype": torch.float32, "learning_rate": 1e-4}
     cases: dict[str, Any] = {
         "reward": {**half, **few},
+        "reward, 4 bits": {**packing, "bf16": True, **few},  # the score's layer is bfloat16, too
         "KTO, half": {**half, **few},
-        "KTO, 4 bits": {"packed": packed, "lora": True, "dtype": torch.float32, "learning_rate": 1e-4, **few},
+        "KTO, 4 bits": {**packing, **few},
     }
     plain = learn_all(tmp_path / "plain", 0, 1, cases)
     for runs in pool.run(2, learn_all, tmp_path / "split", 2, 1, cases, init=False, timeout=240):
@@ -109,7 +119,7 @@ def test_single_precision_gives_the_same_figures_up_to_rounding(pool: Pool, tmp_
             assert not {figure: value for figure, value in found.items() if value > 1e-5}, name
 
 
-@pytest.mark.parametrize("kind", [PipelineRewardTrainer, PipelineKTOTrainer])
+@pytest.mark.parametrize("kind", [PipelineDPOTrainer, PipelineRewardTrainer, PipelineKTOTrainer, PipelineGRPOTrainer])
 def test_a_plugin_and_so_an_elastic_run_is_refused_by_name(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"HeterogeneousParallelPlugin with {kind.__name__[8:]} does not work over"):
         kind(None, parallelism=HeterogeneousParallelPlugin(microbatch_size=2))

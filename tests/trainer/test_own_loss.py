@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, CLIPImageProcessor, LlavaProcessor
+from transformers import AutoModelForCausalLM, CLIPImageProcessor, EvalPrediction, LlavaProcessor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig
 
 import penstock
-from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer, PipelineKTOTrainer
 from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term
 from tests.support.families import FAMILIES
+from tests.support.feedback_runs import approve, judge
 from tests.support.pool import Pool
 from tests.support.preference_runs import SIZES, pairs, prefer, prefer_all, prompts, reinforce
 from tests.support.quantised import quantisation, write_base
@@ -32,36 +34,54 @@ pytestmark = pytest.mark.slow
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
 
 
-def sorted_losses(folder: Path) -> tuple[list[dict[str, float]], list[str]]:
-    """A run with a loss that sorts the pairs of a microbatch, and the warnings of it."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        logs = prefer(folder, 2, steps=2, loss_type=["aot"], eval_strategy="no", parallelism={"num_microbatches": 2})
-    return logs, [str(one.message) for one in said]
+OF_THE_BATCH: dict[str, dict[str, Any]] = {
+    "aot": {"loss_type": ["aot"], "eval_strategy": "no"},
+    "aot_unpaired": {"loss_type": ["aot_unpaired"], "eval_strategy": "no"},
+    "routers": {"family": "mixtral", "router_aux_loss_coef": 0.3, "eval_strategy": "no"},
+}
 
 
-def test_a_loss_that_sorts_the_batch_equals_an_accumulation_and_is_warned_of(pool: Pool, tmp_path: Path) -> None:
+def losses_of_microbatches(folder: Path) -> dict[str, tuple[list[dict[str, float]], list[str]]]:
+    """Runs with losses that look at all of a microbatch, and their warnings."""
+    runs = {}
+    for name, case in OF_THE_BATCH.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            logs = prefer(folder / name, 2, steps=2, parallelism={"num_microbatches": 2}, **case)
+        runs[name] = logs, [str(one.message) for one in said]
+    return runs
+
+
+def test_a_loss_of_all_the_batch_equals_an_accumulation_and_is_warned_of(pool: Pool, tmp_path: Path) -> None:
     smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    plain = prefer(tmp_path / "plain", steps=2, loss_type=["aot"], eval_strategy="no", **smaller)
-    for logs, said in pool.run(2, sorted_losses, tmp_path / "split", init=False, timeout=180):
-        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
-        assert found["weights"] < 1e-10 and found["loss"] < 1e-6
-        (one,) = [text for text in said if "is no mean over samples" in text]
-        assert "DPOTrainer" in one and "accumulating over the same microbatches" in one
+    plain = prefer_all(tmp_path / "plain", 0, 1, 2, {name: {**case, **smaller} for name, case in OF_THE_BATCH.items()})
+    for runs in pool.run(2, losses_of_microbatches, tmp_path / "split", init=False, timeout=180):
+        for name, (logs, said) in runs.items():
+            found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
+            exact = 1e-6 if name == "routers" else 1e-10  # routers' softmax is in single precision
+            assert found["weights"] < exact and found["loss"] < exact, name
+            (one,) = [text for text in said if "is no mean over samples" in text]
+            assert "DPOTrainer" in one and "accumulating over the same microbatches" in one
 
 
-def trained_then_resumed(folder: Path, stages: int, resume: bool) -> list[dict[str, float]]:
-    return prefer(folder, stages, save_strategy="steps", save_steps=2, lora=True, resume=resume, eval_strategy="no")
+def trained_then_resumed(folder: Path, stages: int, resume: bool) -> dict[str, list[dict[str, float]]]:
+    common = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "resume": resume}
+    cases: dict[str, dict[str, Any]] = {"DPO": {"lora": True}, "GRPO": {"num_generations": 2}}
+    return prefer_all(folder, stages, 1, 4, {name: {**common, **case} for name, case in cases.items()})
 
 
 def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
-    plain = trained_then_resumed(tmp_path / "plain", 0, False)
-    folder = tmp_path / "split"
+    """GRPO goes on with the same completions, too."""
+    plain, folder = trained_then_resumed(tmp_path / "plain", 0, False), tmp_path / "split"
     pool.run(2, trained_then_resumed, folder, 2, False, init=False, timeout=180)
-    shutil.rmtree(folder / "checkpoint-4")
-    for logs in pool.run(3, trained_then_resumed, folder, 3, True, init=False, timeout=180):
-        found = differences((logs, folder), (plain, tmp_path / "plain"))
-        assert found["weights"] < 1e-10 and found["loss"] < 1e-6
+    for last in folder.glob("*/checkpoint-4"):
+        shutil.rmtree(last)
+    for runs in pool.run(3, trained_then_resumed, folder, 3, True, init=False, timeout=180):
+        for name, logs in runs.items():
+            found = differences((logs, folder / name), (plain[name], tmp_path / "plain" / name))
+            assert found["weights"] < 1e-10, name
+            # TRL counts tokens from where its process began.
+            assert not {figure: value for figure, value in found.items() if value > 1e-6 and figure != "num_tokens"}
 
 
 def references(folder: Path, stages: int) -> list[list[float]]:
@@ -109,6 +129,9 @@ def test_an_adapter_is_trained_again_against_a_copy_of_itself(pool: Pool, tmp_pa
         assert not {name: value for name, value in found.items() if value > 1e-6}
 
 
+HALF: dict[str, Any] = {"bf16": True, "dtype": torch.float32, "learning_rate": 1e-4}
+# Draws completions of which all words are as likely, so that no rounding in half precision makes another one.
+ANY_WORD = {"temperature": 1e4}
 CASES: dict[str, dict[str, Any]] = {
     # Old log-probabilities are kept, and the order of the data depends on how many ranks are taken for processes.
     "GRPO, several steps of a generation": {"num_generations": 2, "steps_per_generation": 4, "loss_type": "grpo"},
@@ -116,7 +139,8 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO, kept up to date": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     # Over one microbatch, as a router's loss depends on which samples are together.
     "DPO, experts": {"family": "mixtral", "router_aux_loss_coef": 0.3, "parallelism": {"num_microbatches": 1}},
-    "DPO, half precision": {"bf16": True, "dtype": torch.float32, "learning_rate": 1e-4},
+    "DPO, half precision": HALF,
+    "GRPO, half precision": {"num_generations": 2, "generation_kwargs": ANY_WORD, **HALF},
 }
 
 
@@ -152,6 +176,47 @@ def test_tensor_parallel_ranks_give_the_same_run(pool: Pool, tmp_path: Path) -> 
             assert not {name: value for name, value in found.items() if value > 1e-6}
 
 
+def counted(folder: Path) -> tuple[list[str], list[dict[str, float]]]:
+    """Warnings of a run with the generation_batch_size that GRPOConfig computes for so many ranks, and its logs."""
+    kept, logger = BufferingHandler(1000), logging.getLogger("penstock.trainer.trl.grpo")
+    logger.addHandler(kept)
+    logs = reinforce(folder, 2, steps=2, generation_batch_size=16, eval_strategy="no")
+    logger.removeHandler(kept)
+    return [record.getMessage() for record in kept.buffer], logs
+
+
+def test_a_generation_batch_of_ranks_is_warned_of_and_becomes_one_of_pipelines(pool: Pool, tmp_path: Path) -> None:
+    """Also where it is what GRPOConfig takes by itself: it does not say which of the two it was."""
+    plain = reinforce(tmp_path / "plain", steps=2, eval_strategy="no")
+    (warned, logs), (silent, _) = pool.run(2, counted, tmp_path / "split", init=False, timeout=120)
+    (text,) = warned
+    assert text.startswith("generation_batch_size is 8 (") and "not 16" in text and not silent
+    found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+    assert not {name: value for name, value in found.items() if value > 1e-6}
+
+
+METRICS: dict[str, Callable[..., list[dict[str, float]]]] = {"DPO": prefer, "reward": judge, "KTO": approve}
+
+
+def sums(found: EvalPrediction) -> dict[str, float]:
+    predictions: Any = found.predictions
+    return {"mean": float(predictions.mean()), "rows": float(len(predictions)), "last": float(predictions.flat[-1])}
+
+
+def evaluated_by_metrics(folder: Path, stages: int, pipelines: int) -> dict[str, list[dict[str, float]]]:
+    given: dict[str, Any] = {"steps": 1, "eval_steps": 1, "compute_metrics": sums}
+    return {name: script(folder / name, stages, pipelines, **given) for name, script in METRICS.items()}
+
+
+def test_metrics_of_ones_own_see_the_outputs_of_the_plain_trainer(pool: Pool, tmp_path: Path) -> None:
+    plain = pool.run(2, evaluated_by_metrics, tmp_path / "plain", 0, 2, init=False, timeout=120)[0]
+    for runs in pool.run(4, evaluated_by_metrics, tmp_path / "split", 2, 2, init=False, timeout=180):
+        for name, logs in runs.items():
+            found = differences((logs, tmp_path / "split" / name), (plain[name], tmp_path / "plain" / name))
+            assert found.keys() >= {"eval_mean", "eval_rows", "eval_last"}, name
+            assert not {figure: value for figure, value in found.items() if value > 1e-6}, name
+
+
 def refuse_to_score(completions: list[str], **kwargs: Any) -> list[float]:
     raise LookupError("no judge today")
 
@@ -167,18 +232,27 @@ def test_a_reward_function_that_fails_is_an_error_on_every_rank(pool: Pool, tmp_
         assert "no judge today" in text
 
 
-def on_a_packed_base(folder: Path, base: Path, stages: int) -> list[dict[str, float]]:
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantisation("nf4"), dtype=torch.float32)
-    return prefer(folder, stages, steps=2, model=model, lora=True, dtype=torch.float32, eval_strategy="no")
+def on_a_packed_base(folder: Path, base: Path, stages: int) -> list[list[dict[str, float]]]:
+    given: dict[str, Any] = {"steps": 2, "lora": True, "dtype": torch.float32, "eval_strategy": "no"}
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(base, quantization_config=quantisation("nf4"), dtype=torch.float32)
+
+    return [
+        prefer(folder / "DPO", stages, model=model(), **given),
+        reinforce(folder / "GRPO", stages, model=model(), generation_kwargs=ANY_WORD, learning_rate=1e-4, **given),
+    ]
 
 
 def test_adapters_on_a_base_in_4_bits(pool: Pool, tmp_path: Path) -> None:
     """TRL has them in bfloat16 there."""
-    base = write_base("llama", tmp_path / "base", **SIZES)
-    plain = on_a_packed_base(tmp_path / "plain", base, 0)
-    for logs in pool.run(2, on_a_packed_base, tmp_path / "split", base, 2, init=False, timeout=180):
-        found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
+    base, split = write_base("llama", tmp_path / "base", **SIZES), tmp_path / "split"
+    preferred, reinforced = on_a_packed_base(tmp_path / "plain", base, 0)
+    for runs in pool.run(2, on_a_packed_base, split, base, 2, init=False, timeout=180):
+        found = differences((runs[0], split / "DPO"), (preferred, tmp_path / "plain/DPO"))
         assert found["loss"] < 1e-3 and found["logps/chosen"] < 1e-2 and found["weights"] < 1e-2
+        found = differences((runs[1], split / "GRPO"), (reinforced, tmp_path / "plain/GRPO"))
+        assert not {name: value for name, value in found.items() if value > 2e-2}
 
 
 def loaded_by_stages(folder: Path, base: Path) -> list[dict[str, float]]:
@@ -227,7 +301,6 @@ class GRPOTrainer(PipelineGRPOTrainer):
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DPO", {"args": {"use_liger_kernel": True}}, "use_liger_kernel"),
-    ("DPO", {"parallelism": HeterogeneousParallelPlugin(microbatch_size=4)}, "HeterogeneousParallelPlugin"),
     ("GRPO", {"args": {"use_transformers_continuous_batching": True}}, "use_transformers_continuous_batching"),
     ("GRPO", {"args": {"use_vllm": True}}, "use_vllm"),
     ("GRPO", {"args": {"cast_lm_head_to_fp32": True}}, "cast_lm_head_to_fp32"),
@@ -245,9 +318,9 @@ def test_what_cannot_work_is_refused_by_name(tmp_path: Path, kind: str, given: d
     arguments = {**defaults(tmp_path, 1, 1), "eval_strategy": "no", "bf16": False, **given.get("args", {})}
     words = tokenizer()
     words.chat_template = (Path(trl.__file__).parent / "chat_templates/qwen3.jinja").read_text()  # it can call tools
-    common: dict[str, Any] = {"processing_class": words, "parallelism": given.get("parallelism", TWO)}
+    common: dict[str, Any] = {"processing_class": words, "parallelism": TWO}
     model = FAMILIES["llama"].build(**SIZES)
-    with pytest.raises(ValueError, match=rf"{named}.* does not work (over pipelines|with a plugin)"):
+    with pytest.raises(ValueError, match=rf"{named}.* does not work over pipelines"):
         if kind == "DPO":
             other = FAMILIES["llama"].build(**SIZES)
             options: Any = DPOConfig(**arguments)

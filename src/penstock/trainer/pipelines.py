@@ -13,6 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from penstock.api.initialize import ConfigLike, initialize
+from penstock.checkpoint.training_state import capture_random_state, restore_random_state
 from penstock.config.configuration import Configuration
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import Engine
@@ -110,6 +111,10 @@ class Pipelines(ABC):
         """Save the states of the random generators."""
 
     @abstractmethod
+    def note_random_state(self) -> None:
+        """Keep the states that the random generators have when the optimizer's state is loaded, which sets them."""
+
+    @abstractmethod
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
         """Load what `save_random_state` saved."""
 
@@ -119,6 +124,7 @@ class EqualPipelines(Pipelines):
 
     def __init__(self, trainer: Trainer, parallelism: ConfigLike | None) -> None:
         super().__init__(trainer)
+        self._random_state: dict[str, Any] | None = None
         self._parallelism = None if parallelism is None else Configuration.from_any(parallelism)
         if self._parallelism is not None and not self._parallelism.enable:
             raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
@@ -196,9 +202,14 @@ class EqualPipelines(Pipelines):
     def save_random_state(self, own: Callable[[], None]) -> None:
         own()
 
+    def note_random_state(self) -> None:
+        self._random_state = capture_random_state()
+
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
-        """Each rank's own generators if the number of ranks is the saved one; else `load_optimizer_state` has set all
-        ranks to the first one's."""
+        """Each rank's own generators if the number of ranks is the saved one; else those of its pipeline's first rank,
+        as `load_optimizer_state` has set them. The data loader has drawn from them since."""
         saved = [name for name in os.listdir(folder) if name.startswith("rng_state")]
         if len(saved) == self.trainer.args.world_size:
             own()
+        elif self._random_state is not None:
+            restore_random_state(self._random_state)

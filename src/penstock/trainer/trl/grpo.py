@@ -89,15 +89,17 @@ class GRPO(OwnLoss):
 
     def _count_pipelines(self) -> None:
         """Let a generation have the samples of as many steps as asked for: GRPOConfig has counted each rank, as if it
-        had samples of its own, and the order of the data depends on this number."""
+        had samples of its own, and the order of the data depends on this number. It has computed the one of
+        generation_batch_size and steps_per_generation that was not given, so which one was is not known any more."""
         args, pipelines = self.trainer.args, len(self.engine.layout.pipelines)
         counted = args.generation_batch_size
         args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * pipelines
-        if counted != args.generation_batch_size and args.steps_per_generation != args.gradient_accumulation_steps:
+        if counted != args.generation_batch_size and self.engine.rank == 0:
             logger.warning(
-                "generation_batch_size is %d, and not %d: per_device_train_batch_size times steps_per_generation=%d "
-                "times %d pipelines. Give steps_per_generation in its place",
-                args.generation_batch_size, counted, args.steps_per_generation, pipelines,
+                "generation_batch_size is %d (per_device_train_batch_size times steps_per_generation=%d times %d "
+                "pipelines), and not %d, for which GRPOConfig counted ranks. If you gave generation_batch_size, give "
+                "steps_per_generation in its place",
+                args.generation_batch_size, args.steps_per_generation, pipelines, counted,
             )  # fmt: skip
         evaluated = args.per_device_eval_batch_size * pipelines
         evaluates = args.eval_strategy != "no"
@@ -127,20 +129,25 @@ class GRPO(OwnLoss):
 
     def _rewards(self, own: Any, *given: Any) -> torch.Tensor:
         """The trainer's own method: what the reward functions give, for the completions of all pipelines. They are
-        called on the first rank of each pipeline alone, and leave the random numbers as they were."""
-        engine, module = self.engine, self._module
+        called on the first rank of each pipeline alone, and leave the random numbers as they were. What they log, the
+        trainer averages over processes: all ranks of a pipeline have it."""
+        engine, module, trainer = self.engine, self._module, self.trainer
+        firsts = trainer.accelerator.first_ranks
 
-        def of_this_pipeline() -> list[list[float | None]] | None:
-            if engine.rank not in self.trainer.accelerator.first_ranks:
-                return None
+        def of_this_pipeline() -> tuple[list[list[float | None]], dict[str, list[float]]]:
+            if engine.rank not in firsts:
+                return [], {}
             with mock.patch.object(module, "gather", lambda rewards: rewards), all_restored(generators_in_use()):
                 rewards: list[list[float]] = own(*given).tolist()
-            return [[None if math.isnan(one) else one for one in row] for row in rewards]
+            logged = {name: [float(value) for value in values] for name, values in trainer._pending_metrics.items()}
+            return [[None if math.isnan(one) else one for one in row] for row in rewards], logged
 
         with engine.together(Call.SHARE):
             ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
             every = ranks.together("scoring completions", of_this_pipeline)
-        found = chain.from_iterable(every[rank] or () for rank in self.trainer.accelerator.first_ranks)
+        scored = [every[rank] for rank in firsts]
+        trainer._pending_metrics.update(scored[trainer.accelerator.process_index][1])
+        found = chain.from_iterable(rewards for rewards, _ in scored)
         return torch.tensor([[math.nan if one is None else one for one in row] for row in found], device=engine.device)
 
     # -- a training step -------------------------------------------------------------------------------------------
