@@ -41,12 +41,11 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import penstock
+from penstock.planning.cluster import operations_of_card
 from penstock.planning.memory import readable
 from penstock.schedule import schedule_names
 
 LIMIT = 200.0  # seconds for one check: the first step under torch.compile is in it
-# Products in bfloat16 of dense matrices, a second, by what the card's name has in it.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12, "3090": 71e12}
 LARGEST_OVERHEAD, LARGEST_ERROR, PROMISED_SECONDS = 0.01, 0.10, 2.0
 EIGHT_BILLION = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
@@ -170,8 +169,7 @@ def _flops_of_a_token(model: Any, config: LlamaConfig, length: int) -> float:
 
 
 def _peak_of(device: torch.device) -> float | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return operations_of_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager

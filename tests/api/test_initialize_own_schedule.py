@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.planning.plan import Job
 from penstock.planning.planner import make_plans
 from penstock.planning.profile import Profile, UnitCost
 from penstock.runtime.boundary import boundaries
+from penstock.runtime.comm.settings import SettingsMismatch
 from penstock.schedule import (
     Schedule,
     ScheduleError,
@@ -120,6 +123,10 @@ def test_a_broken_schedule_is_refused_with_what_blocks_it() -> None:
 NAME = "one-at-a-time"
 
 
+# Two stages on the first rank, one on the second.
+UNEVEN = (",".join(f"0F{m},1F{m},1B{m},0B{m}" for m in range(4)), ",".join(f"2F{m},2B{m}" for m in range(4)))
+
+
 def one_at_a_time(num_ranks: int, num_microbatches: int) -> Schedule:
     """No microbatch begins before the one before it has ended."""
     rows = [[f"{rank}{kind}{m}" for m in range(num_microbatches) for kind in "FB"] for rank in range(num_ranks)]
@@ -133,10 +140,16 @@ def registered() -> Iterator[None]:
         yield
 
 
-def train_under_a_name(num_microbatches: int, rank_with_another: int | None = None) -> tuple[float, float]:
-    another = rank_with_another == int(os.environ["RANK"])
+def another_for_six(num_ranks: int, num_microbatches: int) -> Schedule:
+    return build("gpipe", 2, 6) if num_microbatches == 6 else one_at_a_time(num_ranks, num_microbatches)
+
+
+def train_under_a_name(
+    num_microbatches: int, another: Callable[[int, int], Schedule] | None = None
+) -> tuple[float, float]:
+    """With `another` maker on rank 1."""
     with mock.patch.dict(SCHEDULES):
-        register_schedule(NAME, partial(build, "gpipe") if another else one_at_a_time)
+        register_schedule(NAME, another if another is not None and os.environ["RANK"] == "1" else one_at_a_time)
         return train_with(NAME, num_microbatches)
 
 
@@ -146,8 +159,15 @@ def test_a_registered_schedule_trains_and_evaluates(pool: Pool) -> None:
     expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
     for losses in pool.run(2, train_under_a_name, 4, timeout=60):
         assert losses == pytest.approx(expected, rel=1e-5)
-    with pytest.raises(ValueError, match=r"schedule.*one-at-a-time \[[0-9a-f]{8}\]"):  # of two ranks, unlike
-        pool.run(2, train_under_a_name, 4, 1, timeout=60)
+
+
+def test_ranks_that_registered_different_schedules_are_told_so(pool: Pool) -> None:
+    """At once where they differ for few microbatches, else before the first step of so many begins."""
+    with pytest.raises(ValueError, match=r"schedule.*one-at-a-time \[[0-9a-f]{8}\]"):
+        pool.run(2, train_under_a_name, 4, partial(build, "gpipe"), timeout=60)
+    for error in pool.run(2, train_under_a_name, 6, another_for_six, timeout=60, outcomes=True):
+        assert isinstance(error, SettingsMismatch)
+        assert re.search("run different schedules: rank 0 has [0-9a-f]{8}, rank 1 has [0-9a-f]{8}", str(error))
 
 
 def test_a_registered_schedule_is_planned_with_and_fits(registered: None) -> None:
@@ -187,7 +207,27 @@ def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> 
             lambda p, m: one_at_a_time(3, m),
             "asked for 2 ranks and 4 microbatches, but its maker gave one for 3",
         ),
+        ("uneven", lambda p, m: parse_schedule(UNEVEN), "'uneven' must put as many stages on each rank"),
     ):
+        before = schedule_names()
         with pytest.raises(ValueError, match=words):
             register_schedule(name, make)
-    assert "stuck" not in schedule_names()
+        assert schedule_names() == before
+
+
+def in_loops(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    if stages_per_rank == 4:
+        return in_loops(num_ranks, num_microbatches)
+    made = build("interleaved-1f1b", num_ranks, num_microbatches, stages_per_rank)
+    return replace(made, actions=made.actions[::-1]) if stages_per_rank == 5 else made
+
+
+def test_a_registered_schedule_for_any_number_of_stages_is_checked_for_each() -> None:
+    with mock.patch.dict(SCHEDULES):
+        register_schedule("loops", in_loops)
+        assert (build("loops", 2, 4).num_stages, build("loops", 2, 4, 3).num_stages) == (4, 6)
+        assert build("loops", 2, 4, 3).name == "loops"
+        with pytest.raises(ScheduleError, match="asked for 4 stages per rank, but its maker gave one with 2"):
+            build("loops", 2, 4, 4)
+        with pytest.raises(ScheduleError, match="'loops' on 2 ranks with 4 microbatches: rank 0 is missing"):
+            build("loops", 2, 4, 5)

@@ -257,7 +257,7 @@ def test_every_command_fits_80_columns_with_long_names(
         "verify": [*model, "--steps", "1", "--microbatches", "2"],
         "describe": [*model, "--pipelines", "1x2,2x6", "--schedule", "interleaved-1f1b"],
         "profile": [*model, "-o", "profile.json", "--length", "8"],
-        "plan": [*model, "--devices", "a100:3,t4:2", "--profile", "profile.json", "--microbatch-size", "1"],
+        "plan": [*model, "--devices", "a100:3,t4:2", "--speed", "a100=9,t4=2", "--profile", "profile.json"],
         "fit": [*model, "--devices", "3090:2", "--length", "8", "--lora-rank", "4"],
         "simulate": ["-p", "7", "-m", "9", "--activation-bytes", ",".join(["123456789"] * 6 + ["1.5e9"])],
         "draw": ["zb-h1", "-p", "12", "-m", "24", "-o", "step.svg"],
@@ -548,14 +548,24 @@ SMALL = ("tests.cli.test_cli:small_gpt2", "--length", "8")
 UNKNOWN = ("plan", *SMALL, "--devices", "mine:1,3090:1")
 # A mistake, what is said, and the options that this asks for; None leaves one out.
 ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
-    (UNKNOWN, "Of another give --speed mine=0.5 --memory mine=24GB", {"--speed": "mine=0.5", "--memory": "mine=24GB"}),
+    (
+        UNKNOWN,
+        "For another card add --speed mine=0.5 --memory mine=24GB",
+        {"--speed": "mine=0.5", "--memory": "mine=24GB"},
+    ),
     (("fit", *UNKNOWN[1:]), "--speed mine=0.5 --memory", {"--speed": "mine=0.5", "--memory": "mine=24GB"}),
     (
         ("fit", *UNKNOWN[1:], "--memory", "3090=20GB", "--speed", "3090=1"),
         "--speed 3090=1,mine=0.5 --memory 3090=20GB,mine=24GB",
         {"--speed": "3090=1,mine=0.5", "--memory": "3090=20GB,mine=24GB"},
     ),
-    (("fit", *SMALL, "--devices", "mine:2"), "give --memory mine=24GB", {"--memory": "mine=24GB"}),
+    (
+        ("plan", *SMALL, "--profile", "{profile}", "--devices", "a100:1,t4:1"),
+        "how fast is a100; the profile was measured on cpu, whose data sheet is not known. For another card add "
+        "--speed a100=0.5,t4=0.5",
+        {"--speed": "a100=0.5,t4=0.5"},
+    ),
+    (("fit", *SMALL, "--devices", "mine:2"), "add --memory mine=24GB", {"--memory": "mine=24GB"}),
     (("fit", *SMALL, "--devices", "2"), "limit of memory (--memory 24GB)", {"--memory": "24GB"}),
     (("fit", *SMALL, "--devices", "3090:2"), "(--all shows more)", {"--all": ""}),
     (
@@ -575,15 +585,15 @@ ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
         {"--profile": None, "--lora-rank": "16"},
     ),
     (
-        ("plan", *SMALL, "--profile", "{profile}", "--micro-batch-size", "3"),
-        "give --micro-batch-size 1",
-        {"--micro-batch-size": "1"},
+        ("plan", *SMALL, "--profile", "{profile}", "--microbatch-size", "3"),
+        "give --microbatch-size 1",
+        {"--microbatch-size": "1"},
     ),
     (
-        ("fit", "{own}:Two", "--inputs", "{own}:pair", "--micro-batch-size", "4"),
-        "--inputs are those of a microbatch, but none of them has 4 samples: leave --micro-batch-size out, or give "
-        "--micro-batch-size 6",
-        {"--micro-batch-size": "6"},
+        ("fit", "{own}:Two", "--inputs", "{own}:pair", "--microbatch-size", "4"),
+        "--inputs are those of a microbatch, but none of them has 4 samples: leave --microbatch-size out, or give "
+        "--microbatch-size 6",
+        {"--microbatch-size": "6"},
     ),
     (("plan", "{own}:Two"), "in a command as --inputs SCRIPT.py:NAME", {"--inputs": "{own}:pair"}),
     (("check", "{own}:Two"), "followed (--inputs SCRIPT.py:NAME)", {"--inputs": "{own}:pair"}),

@@ -17,7 +17,7 @@ from penstock.checking.verify import verify
 from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.context_parallel import share_sequences
 from penstock.planning.fit import Recipe, profiles_of, ways
-from penstock.planning.plan import Job
+from penstock.planning.plan import Job, costs_of
 from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
 from penstock.planning.profiling import profile_model
 from penstock.planning.report import plan_data, section_of
@@ -226,5 +226,11 @@ def test_a_part_costs_its_share_and_what_it_receives() -> None:
     assert job is not None and job.cluster.counts == (2,)
     whole, part = profile.units[1], job.profile.units[1]
     assert (part.weights, part.gradients, part.kept) == (whole.weights, whole.gradients, whole.kept / 4)
-    assert part.forward == pytest.approx(whole.forward / 4 + 4 * 1024 * 64 * 4 * 3 / 16 / 1e9)
+    received = 4 * 1024 * 64 * 4 * 3 / 16 / 1e9
+    for speed in (1.0, 0.2):  # a slower device has the same messages
+        costs = costs_of([[part]], [speed])
+        assert costs.forward == pytest.approx((whole.forward / 4 / speed + received,))
+        assert costs.backward == pytest.approx((whole.backward / 4 / speed + received,))
+    again = costs_of([[part.checkpointed()]], [0.2])
+    assert again.backward == pytest.approx(((whole.backward + whole.forward) / 4 / 0.2 + 2 * received,))
     assert share_sequences(Job(profile, Cluster((DeviceClass("device", 6),)), 1), 4) is None

@@ -12,7 +12,7 @@ from other_systems import RULES
 from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import HeldBytes, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import Job, place
-from penstock.planning.planner import Infeasible, make_plans
+from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
@@ -200,6 +200,10 @@ def test_devices_and_nodes_as_text() -> None:
     assert parse_devices("7", "24GB") == (DeviceClass("device", 7, 1.0, 24e9),)
     home, unknown = parse_devices("RTX-4060-Ti:1,mine:2", "mine=20GB", "mine=0.5")
     assert (home.speed, home.memory) == (1.0, USABLE * 8e9) and (unknown.speed, unknown.memory) == (0.5, 20e9)
+    with_profile = [parse_devices("a100:1,t4:1", measured_on=card) for card in ("Tesla T4", "NVIDIA A100-PCIE-40GB")]
+    assert [[kind.speed for kind in kinds] for kinds in with_profile] == [[312 / 65, 1.0], [1.0, 65 / 312]]
+    (a100,) = parse_devices("a100:2", measured_on="Some Card")  # a single class has the profile's device
+    assert a100.speed == 1.0
     assert parse_nodes("2x4,8") == (4, 4, 8)
     assert [parse_bytes(text) for text in ("24GB", "1.5 GiB", "8e9")] == [24e9, 1.5 * 2**30, 8e9]
     assert readable(24e9) == "24 GB"
@@ -210,6 +214,10 @@ def test_devices_and_nodes_as_text() -> None:
     [
         (parse_devices, "a100", "written like 7 or a100:4,t4:3"),
         (parse_devices, "mine:2,other:3", "how fast is mine.*--speed mine=0.5"),
+        *(
+            (lambda text, card=card: parse_devices(text, measured_on=card), "a100:2,t4:2", f"measured on {card}, whose")
+            for card in ("cpu", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40")
+        ),
         (lambda text: parse_devices("t4:2", text), "v100=3GB", "given for 'v100', but the devices are t4"),
         (parse_nodes, "2x", "written like 2x4"),
         (parse_bytes, "24 apples", "written like 24GB"),
@@ -227,6 +235,16 @@ def test_a_profile_is_the_same_after_writing_and_reading(tmp_path) -> None:
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(ValueError, match="is no profile that `penstock profile` wrote"):
         Profile.read(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(("devices", "speed"), [("12", None), ("a:6,b:6", "a=1,b=0.4")])
+def test_a_large_job_under_a_lean_schedule_alone_has_a_plan(devices: str, speed: str | None) -> None:
+    """Also where memory is not short; and where nothing fits, the error tells with how much it would."""
+    job = Job(gpt(24), cluster(devices, "40GB", speed), 48, schedules=("v-half",))
+    equal = equal_pipelines(job, "v-half")
+    assert equal is not None and make_plans(job, 1)[0].seconds <= equal.seconds * (1 + 1e-9)
+    with pytest.raises(Infeasible, match=r"no split of 26 parts over 12 devices fits; it would with \d"):
+        make_plans(replace(job, cluster=cluster(devices, "1.2GB", speed)), 1)
 
 
 @pytest.mark.parametrize("rule", RULES)

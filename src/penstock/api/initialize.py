@@ -30,7 +30,7 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import forming
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, settle
-from penstock.schedule.text import own_or_named, told, written_schedule
+from penstock.schedule.text import own_or_named, summary_of, written_schedule
 from penstock.sharded_optimizer.updates import dividing
 from penstock.simulation.simulate import predicted_steps
 from penstock.tensor_parallel.apply import TensorParallel
@@ -99,7 +99,7 @@ def form_equal(
 ) -> PipelineModel:
     """Form equal pipelines of a whole model; see `form`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
-    settings[f"{SECTION}.schedule"] = told(configuration.schedule)
+    settings[f"{SECTION}.schedule"] = summary_of(configuration.schedule)
     return form(
         model,
         settings,
@@ -259,9 +259,11 @@ def plan_stages(
     stage_to_rank = own_or_named(configuration.schedule, num_ranks)(1).stage_to_rank
     if len(stage_to_rank) > len(units):
         per_rank = len(stage_to_rank) // num_ranks
+        advice = [f"ask for at most {most}"] if (most := len(units) // per_rank) else []
+        advice += ["choose a schedule with one stage per rank"] if per_rank > 1 else []
         raise ConfigurationError(
-            f"{key} is {num_ranks} with {per_rank} stage(s) per rank under schedule {configuration.schedule!r}, but "
-            f"the model has only {len(units)} units to place: ask for at most {len(units) // per_rank}"
+            f"{key} {num_ranks} under schedule {configuration.schedule!r}, with {per_rank} stage(s) per rank, needs at "
+            f"least {len(stage_to_rank)} units, but the model has only {len(units)} units: " + " or ".join(advice)
         )
     num_pipelines = world_size // num_ranks
     if configuration.stages is None and configuration.split_points is None:

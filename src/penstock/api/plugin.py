@@ -66,8 +66,8 @@ class HeterogeneousParallelPlugin:
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
         schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` settles by the
             model (docs/schedules.md), any of `penstock.schedule.schedule_names()`, or one of your own, as rows or in a
-            .csv file. `zb-v`, `v-half` and `interleaved-1f1b` put two stages on each rank, so that a template of four
-            stages takes two ranks; one of a single stage takes one under any.
+            .csv file. Under one that puts two stages on each rank, such as `zb-v`, a template of four stages takes two
+            ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.optimizer.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.

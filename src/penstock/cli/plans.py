@@ -33,8 +33,8 @@ Quantization = Annotated[
     str | None, typer.Option(help="A frozen base in nf4, nf4-double, fp4 or int8, with --lora-rank.")
 ]
 Rank = Annotated[int | None, typer.Option(min=1, help="Train adapters of this rank on all linear layers, frozen.")]
-# As the configuration and as the plugin write it, and as they were called once.
-MICROBATCH = ("--micro-batch-size", "--microbatch-size")
+# As everywhere, and as the configuration called it until 0.4.
+MICROBATCH = ("--microbatch-size", "--micro-batch-size")
 OF_INPUTS = "Samples in a microbatch (default: as many as --inputs have, or {})."
 Speed = Annotated[
     str | None, typer.Option(help="Speed of devices relative to each other: a100=1,t4=0.2 (default: data sheets).")
@@ -186,7 +186,6 @@ def plan(
         from penstock.planning.report import plan_data, plans_table
         from penstock.simulation.timeline import write_timeline
 
-        classes = parse_devices(devices, memory, speed)
         if checkpointing not in CHECKPOINTING:
             known = " or ".join(f"--checkpointing {name}" for name in CHECKPOINTING)
             raise ValueError(f"{checkpointing!r} is no way to recompute activations: give {known}")
@@ -197,14 +196,16 @@ def plan(
                     "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
                 )
             found = Profile.read(profile)
+            classes = parse_devices(devices, memory, speed, found.measured_on)
             measured = int(found.about.get("microbatch", microbatch or 4))
             if microbatch not in (None, measured):
                 raise ValueError(
-                    f"{profile} was measured with microbatches of {measured}: give --micro-batch-size {measured}, or "
+                    f"{profile} was measured with microbatches of {measured}: give --microbatch-size {measured}, or "
                     "measure again"
                 )
             microbatch = measured
         else:
+            classes = parse_devices(devices, memory, speed)
             whole, microbatch = _model(model, inputs, microbatch, 4, dtype, quantization, lora_rank)
             found = profile_model(
                 whole, microbatch, length,
@@ -219,7 +220,10 @@ def plan(
         whole_sequences = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
         job = share_sequences(whole_sequences, context_parallel)
         if job is None:
-            raise ValueError(f"the devices of a class, or a node, are no multiple of {context_parallel} parts")
+            raise ValueError(
+                f"{context_parallel} devices share every sequence: each class and node needs a multiple of "
+                f"{context_parallel} devices"
+            )
         shares = [*shares_of(job), 0] if sharded_optimizer else [0]
         ways: Any = product(CHECKPOINTING[checkpointing], shares)
         try:
@@ -248,7 +252,7 @@ def _microbatches(global_batch: int | None, microbatch: int, usual: int) -> int:
     if global_batch is not None and global_batch % microbatch:
         raise ValueError(
             f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}: give "
-            f"--global-batch-size {-(-global_batch // microbatch) * microbatch}, or another --micro-batch-size"
+            f"--global-batch-size {-(-global_batch // microbatch) * microbatch}, or another --microbatch-size"
         )
     return -(-(global_batch or usual) // microbatch)
 
@@ -284,8 +288,8 @@ def _model(
             samples = sizes[0]
         elif samples not in sizes:
             raise ValueError(
-                f"--inputs are those of a microbatch, but none of them has {samples} samples: leave --micro-batch-size "
-                f"out, or give --micro-batch-size {sizes[0] if sizes else 1}"
+                f"--inputs are those of a microbatch, but none of them has {samples} samples: leave --microbatch-size "
+                f"out, or give --microbatch-size {sizes[0] if sizes else 1}"
             )
     if rank is not None:
         adapt(model, rank)

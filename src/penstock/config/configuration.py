@@ -45,9 +45,9 @@ class Configuration:
             None for an input without samples, which goes whole to every microbatch.
         loss_chunk_tokens: in training the head and the loss of a language model run over so many tokens at a time, and
             again in the backward, so that logits of more never exist; None for all tokens at once.
-        schedule: "auto", which is "zb-v" or "zb-h1" where it pays to put weight gradients off, else "1f1b" (see
-            docs/schedules.md), another name that `penstock.schedule.build` knows, or a schedule of your own: the path
-            of a .csv file, or a list of rows, one for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
+        schedule: "auto", which puts weight gradients off where that pays (see docs/schedules.md), another name that
+            `penstock.schedule.build` knows, or a schedule of your own: the path of a .csv file, or a list of rows, one
+            for each rank, such as "0F0,0B0"; see `penstock.schedule.text`.
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
             units stands for all of them.
         split_points: instead of `stages`: the units with which the second, the third, ... stage begins.

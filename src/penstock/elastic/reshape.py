@@ -15,10 +15,10 @@ from itertools import pairwise
 from penstock.config.elastic import Elastic
 from penstock.layout.partition import partition
 from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.microbatches import split_microbatches
 from penstock.planning.planner import Infeasible
 from penstock.planning.profile import Profile, seconds_of, stages_of
 from penstock.planning.search import Chain, find_splits
-from penstock.planning.sharing import split_microbatches
 
 Stages = tuple[tuple[str, ...], ...]
 

@@ -9,10 +9,10 @@ from functools import cache, partial
 from penstock.layout.partition import partition, split_into
 from penstock.planning.cluster import Link
 from penstock.planning.memory import HeldBytes, memory_of_ranks
+from penstock.planning.microbatches import split_microbatches
 from penstock.planning.plan import Job, Plan, PlannedPipeline, costs_of, evaluate, place, schedule_of
-from penstock.planning.profile import UnitCost, held_by_stages, stages_of
+from penstock.planning.profile import UnitCost, held_by_stages, stages_of, sums
 from penstock.planning.search import Chain, StageSplit, Template, find_splits, layouts
-from penstock.planning.sharing import split_microbatches
 from penstock.schedule.actions import Schedule
 from penstock.schedule.registry import DEEP, default_stages_per_rank, live_microbatches
 from penstock.simulation.simulate import Costs, gradients_ready, simulate
@@ -94,21 +94,24 @@ class Candidates:
         """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
         classes = tuple(sorted(split.classes, reverse=reverse))
         speeds = [self.job.cluster.classes[index].speed for index in classes]
-        found = partition(self.job.seconds, speeds)
-        times = map(sum, split_into(self.job.seconds, found.sizes))
-        total = sum(seconds / speed for seconds, speed in zip(times, speeds, strict=True))
-        return StageSplit(classes, found.sizes, found.time, total) if found.time <= split.slowest * 1.1 else split
+        sizes = partition(self.job.seconds, speeds).sizes
+        stages = zip(stages_of(self.job.parts, sizes), speeds, strict=True)
+        times = [sum(sums(stage, speed)) for stage, speed in stages]
+        slowest = max(times)
+        return StageSplit(classes, sizes, slowest, sum(times)) if slowest <= split.slowest * 1.1 else split
 
     def templates(self) -> list[list[Template]]:
         """The splits for each set of devices that fit under 1F1B; and under the lean schedules, which hold less, where
-        memory may be short: without mixtures, unless nothing else fits, and for some depths."""
+        memory may be short, or no others are allowed: without mixtures, unless nothing else fits, and for some depths.
+        """
         job = self.job
         lean = [name for name in job.schedules if is_lean(name)]
-        under_1f1b = find_splits(self._chain) if len(lean) < len(job.schedules) else []
-        under_lean: list[Template] = []
+        only_lean = len(lean) == len(job.schedules)
+        under_1f1b = [] if only_lean else find_splits(self._chain)
+        under_lean = find_splits(self._chain, deepest=1) if only_lean else []  # one device has the same under any
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
         whole = HeldBytes.together(job.held).with_live(1)
-        for name in lean if any(kind.memory < whole for kind in job.cluster.classes) else ():
+        for name in lean if only_lean or any(kind.memory < whole for kind in job.cluster.classes) else ():
             for depth in some_depths(min(len(job.parts) // default_stages_per_rank(name), job.cluster.size)):
                 live = max(live_microbatches(name, depth, rank, job.num_microbatches) for rank in range(depth))
                 found = find_splits(self._chain, live, depth, mixtures=not under_1f1b)

@@ -19,12 +19,15 @@ MAX_DEVICES = 4096
 KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "h200": (989e12, 141e9),
     "h100": (989e12, 80e9),
+    "h100-pcie": (756e12, 80e9),
     "a100": (312e12, 40e9),
     "a100-80gb": (312e12, 80e9),
+    "a100-pcie": (312e12, 40e9),
     "l40s": (362e12, 48e9),
     "l4": (121e12, 24e9),
     "a10": (125e12, 24e9),
     "v100": (125e12, 16e9),
+    "v100-pcie": (112e12, 16e9),
     "t4": (65e12, 16e9),
     # GeForce, with sums in 32 bits: cores x boost clock x 4, as in the white papers of GA102, AD102 and GB202.
     "5090": (210e12, 32e9),
@@ -56,7 +59,7 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "3060": (25e12, 12e9),
     "3050": (18e12, 8e9),
 }
-_WITHOUT_BFLOAT16 = frozenset({"v100", "t4"})
+_WITHOUT_BFLOAT16 = frozenset({"v100", "v100pcie", "t4"})
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,25 @@ def operations_of(name: str) -> float | None:
     return _KNOWN[_plain(name)][0] if _plain(name) in _KNOWN else None
 
 
-def parse_devices(text: str, memory: str | None = None, speed: str | None = None) -> tuple[DeviceClass, ...]:
+def operations_of_card(name: str) -> float | None:
+    """As `operations_of`, by the name that a driver gives: `NVIDIA A100-SXM4-40GB`. None if another word is in it,
+    such as Laptop, as that is another device."""
+    words = re.split(r"[\s-]+", name.lower())
+    passed_over = r"nvidia|tesla|geforce|rtx|sxm\d|hbm\d\w?|\d+gb"
+    return operations_of("".join(word for word in words if not re.fullmatch(passed_over, word)))
+
+
+def parse_devices(
+    text: str, memory: str | None = None, speed: str | None = None, measured_on: str | None = None
+) -> tuple[DeviceClass, ...]:
     """Classes of devices from `7`, `a100:4,t4:3`.
 
     Args:
         memory: `24GB` for all, or `a100=40GB,t4=16GB`; by default nine tenths of a known device's, else no limit.
         speed: `a100=1,t4=0.2`: relative to the device of the profile; by default by the known devices' operations per
-            second, relative to the fastest known one. A device of none is as fast as an A100.
+            second. A single class of which that is not known has the profile's device.
+        measured_on: the profile's device, by the name that its driver gives. None if the profile is estimated: it is
+            that of the fastest known device here, or of an A100 if there is none.
     """
     counts: dict[str, int] = {}
     for part in text.split(","):
@@ -161,23 +176,26 @@ def parse_devices(text: str, memory: str | None = None, speed: str | None = None
     if (total := sum(counts.values())) > MAX_DEVICES:
         raise ValueError(f"there are {total:,} devices in {text!r}, and the planner looks at {MAX_DEVICES:,} at most")
     known = {name: _KNOWN[_plain(name)] for name in counts if _plain(name) in _KNOWN}
-    fastest = max((operations for operations, _ in known.values()), default=1.0)
+    fastest = max(known, key=known.__getitem__, default=None)
+    profiled = operations_of(fastest or "") if measured_on is None else operations_of_card(measured_on)
     limits = {name: USABLE * size for name, (_, size) in known.items()}
     memories, own_speeds = _per_class("memory", memory, counts), _per_class("speed", speed, counts)
     limits |= {name: parse_bytes(value) for name, value in memories.items()}
-    speeds = {name: operations / fastest for name, (operations, _) in known.items()}
+    speeds = {} if profiled is None else {name: operations / profiled for name, (operations, _) in known.items()}
     speeds |= {name: _positive(value) for name, value in own_speeds.items()}
     unknown = [name for name in counts if name not in speeds]
     unlimited = [name for name in unknown if name not in {"device", *limits}]
     if unknown and (len(counts) > 1 or unlimited):
         close = get_close_matches(unknown[0], KNOWN_DEVICES, n=3)
         near = f"nearest are {', '.join(close)}" if close else f"known are {', '.join(KNOWN_DEVICES)}"
+        if unknown[0] in known:
+            near = f"the profile was measured on {measured_on}, whose data sheet is not known"
         said = f"how fast is {unknown[0]}" if len(counts) > 1 else f"no known device is called {unknown[0]}"
         lacking = [_options("--speed", own_speeds, unknown, "0.5")] if len(counts) > 1 else []
         lacking += [_options("--memory", memories, unlimited, "24GB")] if unlimited else []
         raise ValueError(
-            f"{said}; {near}. Of another give {' '.join(lacking)}, with its own numbers; speeds "
-            f"are relative to {max(known, key=known.__getitem__) if known else 'each other'}"
+            f"{said}; {near}. For another card add {' '.join(lacking)}, with its own numbers; speeds are relative to "
+            f"{measured_on or fastest or 'each other'}"
         )
     return tuple(
         DeviceClass(name, count, speeds.get(name, 1.0), limits.get(name, math.inf)) for name, count in counts.items()

@@ -10,7 +10,9 @@ from penstock.planning.cluster import Cluster, Link
 from penstock.planning.plan import Job
 from penstock.planning.profile import UnitCost
 
-# Queries, keys, values and outputs of a layer: at most as many times its hidden state.
+# Queries, keys, values and outputs of a layer are estimated to be as many times its hidden state: exact where the heads
+# are together as wide as it, and as many for keys and values. Grouped heads are fewer (Llama 3: 2.5), wide ones more
+# (Qwen3 0.6B: 6).
 EXCHANGED = 4
 PER_MICROBATCH = (
     "forward", "backward", "weight", "kept", "working", "deferred", "splitting", "received", "sent", "output",
@@ -43,6 +45,4 @@ def _cost_of_part(unit: UnitCost, size: int, link: Link) -> UnitCost:
     # See `context_parallel.attention.Exchange`; the backward brings as much.
     received = EXCHANGED * unit.crossing * (size - 1) / size**2
     seconds = link.seconds(received) if unit.crossing else 0.0
-    return replace(
-        unit, **{**own, "forward": unit.forward / size + seconds, "backward": unit.backward / size + seconds}
-    )
+    return replace(unit, **own, forward_messages=seconds, backward_messages=seconds)

@@ -18,9 +18,9 @@ import numpy as np
 from penstock.layout.partition import ROUNDING
 from penstock.planning.candidates import Candidate, CandidatePipeline, Candidates
 from penstock.planning.memory import memory_of_ranks
+from penstock.planning.microbatches import split_microbatches
 from penstock.planning.plan import schedule_of
 from penstock.planning.profile import held_by_stages, sums
-from penstock.planning.sharing import split_microbatches
 
 Counts = tuple[int, ...]
 # A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.
@@ -102,13 +102,14 @@ class _Pipelines:
         self._orders = [o for o in orders if all(o.count(kind) == number for kind, number in enumerate(counts))]
         inner = list(combinations(range(1, len(job.parts)), len(mapping) - 1))
         self._ends = np.array([(0, *ends, len(job.parts)) for ends in inner], int).reshape(-1, len(mapping) + 1)
-        forward, backward, weight = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
+        whole = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
+        messages = (self._of_stages(column) for column in zip(*(sums(one, math.inf) for one in job.parts), strict=True))
         state, kept = self._of_stages([one.state for one in job.held]), self._of_stages([one.kept for one in job.held])
         ranks = [list(schedule.stages_of(rank)) for rank in range(self._depth)]
         classes = [[job.cluster.classes[kind] for kind in order] for order in self._orders]
         speeds = np.array([[own[rank].speed for rank in mapping] for own in classes]).reshape(-1, 1, len(mapping))
         # By order, split, and stage or rank.
-        f, b, w = forward / speeds, backward / speeds, weight / speeds
+        f, b, w = ((both - own) / speeds + own for both, own in zip(whole, messages, strict=True))
         every = f + b + w
         first = np.cumsum(f if splits else every, -1) - (f if splits else every)
         # Messages between ranks on the way to each stage, and back if the backward is not split.

@@ -1,4 +1,8 @@
-"""Does a model fit on what one has, and what must be switched on? A row for each way to train it."""
+"""Does a model fit on what one has, and what must be switched on? A row for each way to train it.
+
+A `Way` is a `Recipe` (the type of the weights, the optimizer, adapters) and what else may be switched on under it:
+recomputed activations, the loss in chunks, shared sequences.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from penstock.planning.profile import Profile, held_by_stages
 from penstock.planning.profiling import FollowedForward, chunked_head, follow, profile_model
 from penstock.schedule.registry import PLAIN
 
-# First what changes least.
+# Tried in this order: of ways that are as fast `best` takes the first, and fewer parts change training less.
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 # Tokens of a chunk: few enough that logits are small beside a block, and enough that the head works at full speed.
 CHUNK = 1024
@@ -38,7 +42,9 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class TrainingSetup:
+class Way:
+    """A row of the table."""
+
     recipe: Recipe
     checkpointing: bool  # whether activations are recomputed
     loss_chunk_tokens: int | None
@@ -83,7 +89,8 @@ def ways(
     cluster: Cluster,
     num_microbatches: int,
     schedule: str = PLAIN,
-) -> list[TrainingSetup]:
+) -> list[Way]:
+    """Every recipe, with each of what else may be switched on, and whether it fits."""
     found = []
     for recipe, chunk, profile in profiles:
         whole = Job(profile, cluster, num_microbatches, schedules=(schedule,))
@@ -100,7 +107,7 @@ def ways(
                     if size == 1:
                         raise
                     continue  # no pipelines are alike, whatever the memory
-                found.append(TrainingSetup(recipe, checkpointing, chunk, *planned))
+                found.append(Way(recipe, checkpointing, chunk, *planned))
     return found
 
 
@@ -112,8 +119,8 @@ def profiles_of(
     operations_per_second: float,
     of_pairs: bool = False,
 ) -> Iterator[tuple[Recipe, int | None, Profile]]:
-    """The costs of a model in every way to train it, from its configuration alone: with whole logits and, if the model
-    can, with those of a chunk. The model is changed; recipes of one type follow each other.
+    """The costs of a model under every recipe, from its configuration alone: with whole logits and, if the model can,
+    with those of a chunk. The model is changed; recipes of one type follow each other.
 
     Args:
         of_pairs: a sample is two sequences, which a reference model evaluates, too, as DPO has it. It is a second model
@@ -181,7 +188,7 @@ def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
         return None, min(plans, key=lambda plan: plan.fullest[1].total), str(error)
 
 
-def best(found: Sequence[TrainingSetup]) -> TrainingSetup | None:
+def best(found: Sequence[Way]) -> Way | None:
     """The first of the fastest that fit: what changes the model least comes first. A packed base only if no other
     fits, as it is slower than predicted."""
     fitting = [way for way in found if way.plan is not None]
@@ -189,6 +196,6 @@ def best(found: Sequence[TrainingSetup]) -> TrainingSetup | None:
     return min(fitting, key=lambda way: way.plan.seconds if way.plan else 0.0, default=None)
 
 
-def nearest(found: Sequence[TrainingSetup]) -> TrainingSetup:
+def nearest(found: Sequence[Way]) -> Way:
     """The one whose fullest device needs least."""
     return min(found, key=lambda way: way.shown.fullest[1].total)

@@ -32,21 +32,31 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """What units hold, in bytes."""
+    """What units hold, in bytes. Of a microbatch, by time:
+
+    ============================  ======================================================================================
+    its input comes               `received`, a part of `kept` from then on
+    in its forward                `forwarding` besides what is kept
+    until its backward            `kept`, with what went to the stage above (`sent`) and the model's `output`
+    in its backward               `working` besides, or `splitting` if the schedule splits it; `sent` once more, as the
+                                  gradient of what was sent has come
+    until its weight gradient     `deferred`, if the schedule splits the backward: inputs and gradients of the layers
+    meanwhile, on its way back    `received` once more: the gradient of what was received
+    until the next loss is given  `output`, which the caller holds
+    ============================  ======================================================================================
+    """
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
-    kept: float = 0.0  # for each microbatch, from its forward to the end of its backward
-    working: float = 0.0  # besides `kept`, while a forward or a backward of a whole microbatch is under way
-    # For each microbatch in place of `kept`, from its input gradient to its weight gradient, where a schedule splits
-    # the backward: inputs and gradients of the layers; None: as many.
-    deferred: float | None = None
-    splitting: float | None = None  # as `working`, where the backward is split; None if that is the same
-    received: float = 0.0  # what comes from the stage below for a microbatch, a part of `kept`; as much goes back
-    sent: float = 0.0  # what goes to the stage above for a microbatch, a part of `kept`; as much comes back
-    output: float = 0.0  # the model's, which the caller holds until it is given the next one; a part of `kept` before
-    forwarding: float | None = None  # as `working`, in a forward; None if that is the same
+    kept: float = 0.0
+    working: float = 0.0
+    deferred: float | None = None  # None: as much as `kept`
+    splitting: float | None = None  # None: as much as `working`
+    received: float = 0.0
+    sent: float = 0.0
+    output: float = 0.0
+    forwarding: float | None = None  # None: as much as `working`
     tied: tuple[tuple[str, float, float], ...] = ()  # weights that other units have, too: name, bytes, and of gradients
 
     @property

@@ -230,9 +230,9 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> Costs:
-    """The costs of stages on devices of these speeds, without messages."""
+    """The costs of stages on devices of these speeds, without messages between stages."""
     pairs = zip(stages, speeds, strict=True)
-    return Costs.of_stages([[seconds / speed for seconds in sums(stage)] for stage, speed in pairs])
+    return Costs.of_stages([sums(stage, speed) for stage, speed in pairs])
 
 
 def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:

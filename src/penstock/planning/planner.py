@@ -121,12 +121,12 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
         each, more = divmod(job.num_microbatches, count)
         counts = [each + (index < more) for index in range(count)]
         devices = split_into(range(count * ranks), [ranks] * count)
-        seconds = seconds_of(stages)
-        work = [sum(seconds[stage] for stage in placed.stages_of(rank)) for rank in range(ranks)]
+        seconds = [seconds_of(stages, kind.speed) for kind in cluster.classes]
+        work = [[sum(of[stage] for stage in placed.stages_of(rank)) for rank in range(ranks)] for of in seconds]
         without_bubble = max(
-            number * of_rank / cluster.kind_of(device).speed
+            number * work[cluster.class_of_device[device]][rank]
             for number, own in zip(counts, devices, strict=True)
-            for of_rank, device in zip(work, own, strict=True)
+            for rank, device in enumerate(own)
         )
         if best is not None and without_bubble >= best.seconds:
             continue
@@ -186,15 +186,15 @@ def explain(job: Job) -> Infeasible:
 
 
 def _missing_memory(job: Job) -> float:
-    """The least factor for all devices' memory, to a thousandth, with which some split fits."""
-    low, high = 1.0, 2.0
+    """The least factor for all devices' memory, to a thousandth, with which some split fits. With the highest one the
+    largest device holds the whole model."""
+    whole = HeldBytes.together(job.held).with_live(1)
+    low, high = 1.0, whole / max(kind.memory for kind in job.cluster.classes)
 
     def fits(factor: float) -> bool:
         classes = tuple(replace(kind, memory=kind.memory * factor) for kind in job.cluster.classes)
         return any(Candidates(replace(job, cluster=replace(job.cluster, classes=classes))).templates())
 
-    while not fits(high):
-        low, high = high, 2 * high
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)

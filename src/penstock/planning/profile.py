@@ -30,10 +30,14 @@ class UnitCost(HeldBytes):
     crossing: float = 0.0  # bytes that the next stage receives if this unit is a stage's last
     joined: bool = False  # no stage may end with this unit
     sizes: tuple[float, ...] = ()  # bytes of each trained parameter; `gradients` together
+    # Seconds of messages within the forward and the backward, which take as long on a faster device; see
+    # `share_sequences`.
+    forward_messages: float = 0.0
+    backward_messages: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.weight
+        return sum(sums([self]))
 
     def checkpointed(self) -> UnitCost:
         """With gradient checkpointing: the backward runs the forward again, and its activations exist only then."""
@@ -41,7 +45,9 @@ class UnitCost(HeldBytes):
         if extra <= 0:
             return self
         return replace(
-            self, backward=self.backward + self.forward, kept=self.kept_checkpointed, working=self.working + extra,
+            self, backward=self.backward + self.forward,
+            backward_messages=self.backward_messages + self.forward_messages,
+            kept=self.kept_checkpointed, working=self.working + extra,
             deferred=self.kept if self.deferred is None else self.deferred,
             splitting=None if self.splitting is None else self.splitting + extra, forwarding=None,
         )  # fmt: skip
@@ -62,7 +68,12 @@ class Profile:
         for unit in self.units:
             numbers = [getattr(unit, part.name) for part in fields(UnitCost) if part.type == "float"]
             if not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
-                raise ValueError(f"the profile of {self.model} has a number that is not positive: {unit}")
+                raise ValueError(f"the profile of {self.model} has a number that is negative or not finite: {unit}")
+
+    @property
+    def measured_on(self) -> str | None:
+        """The device that it was measured on, by the name that its driver gives; None if it was estimated."""
+        return str(self.about.get("card", self.about.get("device", "a device"))) if self.measured else None
 
     @cached_property
     def parts(self) -> tuple[tuple[UnitCost, ...], ...]:
@@ -114,9 +125,19 @@ def stages_of(parts: Sequence[Sequence[UnitCost]], sizes: Sequence[int]) -> tupl
     return tuple(tuple(chain.from_iterable(run)) for run in split_into(parts, sizes))
 
 
-def seconds_of(stages: Iterable[Sequence[UnitCost]]) -> list[float]:
+def sums(units: Sequence[UnitCost], speed: float = 1.0) -> tuple[float, float, float]:
+    """The seconds of a microbatch in F, B and W of some units together, on a device of this speed."""
+    forward, backward = sum(u.forward_messages for u in units), sum(u.backward_messages for u in units)
+    return (
+        sum(u.forward for u in units) / speed + forward,
+        sum(u.backward for u in units) / speed + backward,
+        sum(u.weight for u in units) / speed,
+    )
+
+
+def seconds_of(stages: Iterable[Sequence[UnitCost]], speed: float = 1.0) -> list[float]:
     """The seconds that a microbatch takes in F, B and W, for each stage or part."""
-    return [sum(unit.seconds for unit in units) for units in stages]
+    return [sum(sums(units, speed)) for units in stages]
 
 
 # Of a stage's step in a pipeline, bytes that no unit counts: losses, positions and the like.
@@ -137,7 +158,3 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[HeldBytes]:
         found.append(replace(stage, received=received, sent=sent))
         received = sent
     return found
-
-
-def sums(units: Sequence[UnitCost]) -> tuple[float, float, float]:
-    return sum(u.forward for u in units), sum(u.backward for u in units), sum(u.weight for u in units)

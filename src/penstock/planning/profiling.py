@@ -115,6 +115,8 @@ def profile_model(
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "device": "estimated" if device is None else str(device),
     }
+    if device is not None and torch.device(device).type == "cuda":
+        about["card"] = torch.cuda.get_device_name(device)
     if device is None:
         about["operations per second"] = operations_per_second
     if loss_chunk_tokens is not None:

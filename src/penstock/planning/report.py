@@ -15,7 +15,7 @@ import torch
 from rich.table import Column, Table
 
 from penstock.layout.announce import compact
-from penstock.planning.fit import TrainingSetup, best, nearest
+from penstock.planning.fit import Way, best, nearest
 from penstock.planning.memory import readable, unit_of
 from penstock.planning.plan import Plan
 from penstock.tables import WIDTH, as_text
@@ -123,15 +123,15 @@ def to_paste(plan: Plan) -> str:
     return "\n".join([*lines, flat if len(flat) <= WIDTH else json.dumps(section, indent=1)])
 
 
-# The columns of what takes a device's memory, by its names in `TrainingSetup.bytes_by_kind`.
-SHORT = {
+# The columns of what takes a device's memory, by its names in `Way.bytes_by_kind`.
+MEMORY_COLUMNS = {
     "weights": "weights", "gradients": "grads", "optimizer": "Adam", "activations": "act.", "logits": "logits",
     "messages": "msgs",
 }  # fmt: skip
 
 
 def fit_text(
-    found: Sequence[TrainingSetup], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
+    found: Sequence[Way], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
 ) -> str:
     """The verdict, a row for each recipe or for every way, the devices, and the configuration of the best.
 
@@ -146,7 +146,7 @@ def fit_text(
     unit, scale = unit_of(max(max(one.values()) for one in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),
-        *(Column(name, justify="right", no_wrap=True) for name in SHORT.values()),
+        *(Column(name, justify="right", no_wrap=True) for name in MEMORY_COLUMNS.values()),
         Column("fits", justify="center"), Column("tok/s" if tokens else "samples/s", justify="right"),
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def fit_text(
     title += "; parts: devices that share every sequence" * any(way.context_parallel_size > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
     for way, own in zip(shown, parts, strict=True):
-        sizes = [f"{own[name] / scale:.2f}" for name in SHORT]
+        sizes = [f"{own[name] / scale:.2f}" for name in MEMORY_COLUMNS]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
         if way.context_parallel_size > 1:
@@ -182,7 +182,7 @@ def fit_text(
     return "\n".join(lines)
 
 
-def draw_memory(found: Sequence[TrainingSetup], path: Path) -> Path:
+def draw_memory(found: Sequence[Way], path: Path) -> Path:
     """A bar for each device of the best way, or of the one that needs least."""
     try:
         from matplotlib.figure import Figure

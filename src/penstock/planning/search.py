@@ -22,8 +22,8 @@ import numpy as np
 from penstock.layout.partition import ROUNDING
 from penstock.planning.cluster import Cluster, Link
 from penstock.planning.memory import HeldBytes, messages_at_most
+from penstock.planning.microbatches import split_microbatches
 from penstock.planning.profile import UnitCost, seconds_of
-from penstock.planning.sharing import run_sums, split_microbatches
 
 Counts = tuple[int, ...]
 # Mixed pipelines are looked at up to the depth at which there are so many multisets of device classes.
@@ -128,17 +128,17 @@ class Chain:
         self._largest_node = max(cluster.node_sizes, default=cluster.size)
         self._times: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
 
-    def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For every run of parts: its seconds, its memory for each microbatch, and besides."""
+    def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+        """For every run of parts: its seconds on each class of devices, its memory for each microbatch, and besides."""
         held = [HeldBytes.together(part) for part in parts]
-        state = run_sums([one.state for one in held])
+        state = _run_sums([one.state for one in held])
         before_it: dict[str, int] = {}
         for end, one in enumerate(held):
             for name, sizes in one.tied_state().items():
                 if name in before_it:  # runs that have both parts hold it once
                     state[: before_it[name] + 1, end + 1 :] -= sum(sizes)
                 before_it[name] = end
-        kept = run_sums([one.kept for one in held])
+        kept = _run_sums([one.kept for one in held])
         # See `HeldBytes.together`: what a part works with, when those above it have let go of what they kept.
         before = np.cumsum([one.kept for one in held])
         need = before + np.array([one.working for one in held])
@@ -147,7 +147,8 @@ class Chain:
             working[start, start + 1 :] = np.maximum.accumulate(need[start:]) - before[start:]
         below = np.array([messages_at_most(size, 0.0, self.most_microbatches) for size in self._crossing[:-1]])
         above = np.array([messages_at_most(0.0, size, self.most_microbatches) for size in self._crossing])
-        return run_sums(seconds_of(parts)), kept + self._crossing, state + working + below[:, None] + above
+        seconds = [_run_sums(seconds_of(parts, kind.speed)) for kind in self.cluster.classes]
+        return seconds, kept + self._crossing, state + working + below[:, None] + above
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
@@ -157,7 +158,7 @@ class Chain:
             kind = self.cluster.classes[device_class]
             times = np.minimum.reduce(
                 [
-                    np.where(always + live * each <= kind.memory, seconds / kind.speed, np.inf)
+                    np.where(always + live * each <= kind.memory, seconds[device_class], np.inf)
                     for seconds, each, always in self._ways
                 ]
             )
@@ -168,6 +169,15 @@ class Chain:
                 # An activation passes one way and its gradient the other; each direction has its own bandwidth.
                 self._times[key] = np.maximum(times, occupied), times + 2 * message
         return self._times[key]
+
+
+def _run_sums(values: Sequence[float]) -> np.ndarray:
+    """[start, end]: the sum of values from start up to end; infinite for empty runs. Shape (n, n + 1)."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    sums = before[None, :] - before[:-1, None]
+    sums[np.arange(sums.shape[1]) <= np.arange(sums.shape[0])[:, None]] = np.inf
+    found: np.ndarray = sums
+    return found
 
 
 def _single_best(

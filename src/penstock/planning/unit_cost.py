@@ -34,7 +34,8 @@ Call = tuple[list[Any], pytree.TreeSpec]
 LEAST_SECONDS, LEAST_TIMES = 0.2, 3
 # Of a device's operations per second, what the matrix products of transformers reach (MFU of large runs: 0.3 to 0.5).
 REACHED = 0.4
-# Operations that it then does while it reads or writes a byte: 312e12 / 1.6e12 for an A100, much the same for others.
+# Operations that it then does while it reads or writes a byte: 312e12 / 1.6e12 for an A100. By data sheets others have
+# 76 (3090) to 400 (L4), so that a norm, which only reads and writes, takes 0.4 times to twice the estimate there.
 OPERATIONS_PER_BYTE = 200.0 * REACHED
 
 

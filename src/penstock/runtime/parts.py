@@ -46,6 +46,7 @@ from penstock.runtime.loop import OpenStep
 from penstock.runtime.options import OwnerChoice, SharesSequences
 from penstock.runtime.program import Program
 from penstock.schedule.actions import Schedule
+from penstock.schedule.text import checksum
 
 # (number of microbatches) -> the schedule of this rank's pipeline
 ScheduleMaker = Callable[[int], Schedule]
@@ -86,6 +87,7 @@ class Parts:
         self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
         self.context, self.held = context, held
         self._schedules: dict[int, Schedule] = {}
+        self._checksums: dict[int, int] = {}
         self._programs: dict[tuple[int, bool], Program] = {}
         self.closed = False
         device, board = context.device, context.board
@@ -150,6 +152,11 @@ class Parts:
             self._schedules[num_microbatches] = made
         return self._schedules[num_microbatches]
 
+    def _checksum(self, num_microbatches: int) -> int:
+        if num_microbatches not in self._checksums:
+            self._checksums[num_microbatches] = checksum(self.schedule(num_microbatches))
+        return self._checksums[num_microbatches]
+
     def program(self, num_microbatches: int, forwards: bool = False) -> Program:
         """This rank's part of the schedule for a number of microbatches, or of its forwards alone."""
         key = num_microbatches, forwards
@@ -173,6 +180,7 @@ class Parts:
             digest,
             len(inputs.microbatches),
             inputs.plans_checksum(),
+            self._checksum(len(inputs.microbatches)),
             autocast_code(self.context.device),
             modes_digest(self._modules),
             bits_of(loss_scale),

@@ -50,9 +50,12 @@ def _one_stage_each(
     name: str, num_microbatches: int, warm_ups: Sequence[int], num_late: Sequence[int] | None = None
 ) -> Schedule:
     """1F1B in which each stage warms up with so many forwards, and puts off so many weight gradients; with None its
-    backwards are whole. The papers' stage runs W for the microbatch that is so many behind the one of its last B. Here
-    it keeps those of its first microbatches for the end and runs the others right after their B, which takes the same
-    time and finds their tensors in the caches."""
+    backwards are whole.
+
+    With one W put off, 4 microbatches and no warm-up the papers' row is `F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3`: always
+    the W of an earlier microbatch. Here it is `F0 B0 F1 B1 W1 F2 B2 W2 F3 B3 W3 W0`: those of the first microbatches
+    stay for the end, the others follow their B at once. That takes the same time, and finds their tensors in the
+    caches."""
     actions = []
     for stage, warm_up in enumerate(warm_ups):
         forwards, backwards, weights = (
@@ -137,8 +140,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """No bubble but the entry if F = B = W: m * 6 + (p - 1) units; at most p microbatches live, as in 1F1B.
 
     Qi et al. 2024, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241, the section on ZB-V). A rank that would wait
-    in the warm-up takes further microbatches instead, which costs nothing at unit times and leaves slack where F, B
-    and W differ or messages are late: 1 to 3 % of the step.
+    in the warm-up takes further microbatches instead. At unit times that changes nothing; where F, B and W differ, or
+    messages are late, the step is 1 to 3 % shorter.
     """
     live_limit = 2 * num_ranks
     # One pair stays free, so that the way up of a microbatch is never kept from starting by later ones.

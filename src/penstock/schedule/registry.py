@@ -130,22 +130,24 @@ SCHEDULES: dict[str, NamedSchedule] = {row.name: row for row in _NAMED}
 
 
 def register_schedule(
-    name: str, make: Callable[[int, int], Schedule], summary: str = "a schedule of the user's own"
+    name: str, make: Callable[..., Schedule], summary: str = "a schedule of the user's own"
 ) -> NamedSchedule:
     """Make a schedule of your own known by a name: configurations, the planner and the commands of this process take
     it then. Every rank registers it, before the name is used.
 
     Args:
         name: a new one.
-        make: gives the schedule for any number of ranks and of microbatches. Each that it gives is validated. It may
-            raise ValueError for numbers that it cannot serve.
+        make: gives the schedule for any number of ranks and of microbatches; `stages_per_rank`, too, if it has a
+            parameter of that name. Each that it gives is validated. It may raise ValueError for numbers that it cannot
+            serve.
         summary: what is special about it, in a few words.
 
     Returns:
         Its row.
 
     Raises:
-        ScheduleError: what it gives for two ranks and four microbatches cannot run.
+        ScheduleError: what it gives for two ranks and four microbatches cannot run, or puts more stages on one rank
+            than on the other.
         ValueError: the name is taken, or cannot be one.
     """
     if not name or name.endswith(".csv") or name in (*SCHEDULES, AUTO):
@@ -154,9 +156,8 @@ def register_schedule(
             "end in .csv, as files do"
         )
     row = NamedSchedule(name, make, summary)
-    _built(row, 2, 4)
+    _stages_per_rank(row)
     SCHEDULES[name] = row
-    default_stages_per_rank(name)
     return row
 
 
@@ -199,8 +200,9 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         name: one of `schedule_names()`, or "auto".
         num_ranks: pipeline ranks, at least 1.
         num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
-        stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own: 2 for ``interleaved-1f1b``,
-            ``zb-v`` and ``v-half``, 1 for the others. Only ``interleaved-1f1b`` accepts another number.
+        stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own number, see
+            `default_stages_per_rank`. Another number is for schedules whose maker takes it; of those of the papers
+            that is ``interleaved-1f1b``.
 
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
@@ -215,12 +217,17 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     if stages_per_rank < 1 or not row.any_stages_per_rank:
         wanted = "at least 1" if row.any_stages_per_rank else str(default_stages_per_rank(row.name))
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
-    return row.make(num_ranks, num_microbatches, stages_per_rank)
+    made = _built(row, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
+    if (given := _equal_share(made)) != stages_per_rank:
+        raise ScheduleError(
+            f"schedule {name!r} was asked for {stages_per_rank} stages per rank, but its maker gave one with {given}"
+        )
+    return made
 
 
-def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int) -> Schedule:
+def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int, **more: int) -> Schedule:
     """The row's schedule. One of the user's own is validated."""
-    made = row.make(num_ranks, num_microbatches)
+    made = row.make(num_ranks, num_microbatches, **more)
     if row in _NAMED:
         return made
     if (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
@@ -247,10 +254,14 @@ def default_stages_per_rank(name: str) -> int:
 
 @lru_cache
 def _stages_per_rank(row: NamedSchedule) -> int:
-    made = _built(row, 2, 4)
+    return _equal_share(_built(row, 2, 4))
+
+
+def _equal_share(made: Schedule) -> int:
+    """Stages that each rank holds, which must be as many for all."""
     per_rank, more = divmod(made.num_stages, made.num_ranks)
     if more or any(len(made.stages_of(rank)) != per_rank for rank in range(made.num_ranks)):
-        raise ScheduleError(f"schedule {row.name!r} must put as many stages on each rank: {made.stage_to_rank}")
+        raise ScheduleError(f"schedule {made.name!r} must put as many stages on each rank: {made.stage_to_rank}")
     return per_rank
 
 

@@ -31,14 +31,20 @@ def format_schedule(schedule: Schedule) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
+def checksum(schedule: Schedule) -> int:
+    """Of all actions, on all ranks."""
+    return zlib.crc32(format_schedule(schedule).encode())
+
+
 def summary(schedule: Schedule) -> str:
-    """A line that tells two schedules apart: the name and a checksum of all actions."""
-    return f"{schedule.name} [{zlib.crc32(format_schedule(schedule).encode()):08x}]"
+    """A line that tells two schedules apart: the name and a checksum."""
+    return f"{schedule.name} [{checksum(schedule):08x}]"
 
 
-def told(source: str | Path | Rows) -> str:
-    """What a rank tells the others of the schedule that its user asked for: a name is enough, unless what it stands for
-    may differ."""
+def summary_of(source: str | Path | Rows) -> str:
+    """What ranks compare of the schedule that a user asked for, while nobody knows yet for which numbers it will be
+    made: its name; of one that is written out a summary; of one that the user registered that of a small one. Each step
+    compares the schedule that it runs (`Settings.schedule`)."""
     schedule = written_schedule(source)
     if schedule is None:
         assert isinstance(source, str)

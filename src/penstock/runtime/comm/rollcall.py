@@ -32,7 +32,7 @@ PATIENCE = 3.0
 INTERRUPTED_PATIENCE = 10.0
 PAUSE = 0.02
 # As many as `Settings` has fields, and as `Settings.shared` gives: all roll calls have one length.
-MAX_FACTS = 10
+MAX_FACTS = 11
 MAX_SHARED = 6
 
 

@@ -43,6 +43,7 @@ class Settings(NamedTuple):
     Attributes:
         fingerprint, num_microbatches: of the batch; the same on all ranks of a pipeline.
         plans: a checksum of the microbatches' plans; the same on all ranks of a pipeline.
+        schedule: a checksum of the schedule of so many microbatches; the same on all ranks of a pipeline.
         autocast: 0 if it is off, otherwise 1 + the number of its type.
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
         loss_scale: its bits.
@@ -54,6 +55,7 @@ class Settings(NamedTuple):
     fingerprint: int
     num_microbatches: int
     plans: int
+    schedule: int
     autocast: int
     modes: int
     loss_scale: int = 0
@@ -69,7 +71,7 @@ class Settings(NamedTuple):
         wrong in this rank's own, or cannot be told so (a `Summary`). If all is alike and nothing wrong, `compare` and
         `batches_differ` find nothing."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
-        batches = {(one.num_microbatches, one.fingerprint, one.plans) for one in every.values()}
+        batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in every.values()}
         frozen = _frozen_in(pipeline, every)
         (apart, whole), *others = frozen
         # Several groups of pipelines that share sequences: each group has another batch.
@@ -102,6 +104,7 @@ class Settings(NamedTuple):
             )
         for pipeline in pipelines:
             compare_plans({rank: every[rank].plans for rank in pipeline.ranks()})
+            _compare_schedules({rank: every[rank].schedule for rank in pipeline.ranks()})
         if len(every) < layout.world_size:
             return True
         found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, every)}
@@ -167,6 +170,16 @@ def compare_plans(checksums: Mapping[int, int]) -> None:
             "out (layer drop), and no plan can follow that: set that probability to 0 before initialize(). Otherwise "
             "use the same versions of Penstock, torch and transformers on all ranks, and make no choice by rank in the "
             "model's code"
+        )
+
+
+def _compare_schedules(checksums: Mapping[int, int]) -> None:
+    """Raise SettingsMismatch, on every rank, if ranks of one pipeline have different schedules, by checksums."""
+    if len(set(checksums.values())) > 1:
+        raise SettingsMismatch(
+            f"the ranks of a pipeline run different schedules: {in_words(checksums, '{:08x}'.format)} (checksums of "
+            "all actions). Give register_schedule() the same maker on all ranks, one that gives the same schedule "
+            "whenever it is given the same numbers"
         )
 
 

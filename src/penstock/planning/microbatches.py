@@ -1,20 +1,9 @@
-"""Sums over runs of units, and the microbatches of a batch shared out over pipelines."""
+"""The microbatches of a batch, given out to pipelines."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-
-import numpy as np
-
-
-def run_sums(values: Sequence[float]) -> np.ndarray:
-    """[start, end]: the sum of values from start up to end; infinite for empty runs. Shape (n, n + 1)."""
-    before = np.concatenate([[0.0], np.cumsum(values)])
-    sums = before[None, :] - before[:-1, None]
-    sums[np.arange(sums.shape[1]) <= np.arange(sums.shape[0])[:, None]] = np.inf
-    found: np.ndarray = sums
-    return found
 
 
 def split_microbatches(times: Sequence[Callable[[int], float]], total: int) -> list[int]:
