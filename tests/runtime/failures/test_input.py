@@ -76,6 +76,8 @@ def test_more_stages_than_units_are_refused(pool: Pool) -> None:
     for ((kind, text),) in pool.run(3, ask_for_more_stages_than_units):
         assert kind == "ConfigurationError"
         assert "2 stage(s) per rank" in text and "only 3 units" in text
+        assert "needs at least 6 units" in text
+        assert text.endswith("ask for at most 1 or choose a schedule with one stage per rank")
 
 
 def test_the_configuration_error_is_a_value_error() -> None:
