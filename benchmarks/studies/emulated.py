@@ -67,7 +67,7 @@ class _Sleep(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
         block = ctx.block
         sleep(block.backward_seconds)
-        if block.queues is not None and block.queues.deferring:
+        if block.queues is not None and block.queues.takes_weight_gradients:
             block.queues.defer(DeferredGradient((), partial(sleep, block.weight_seconds)))
         else:
             sleep(block.weight_seconds)

@@ -54,10 +54,10 @@ class GradientReducer:
         self._accumulated: set[int] = set()
         self._piecemeal: set[int] = set()
         self._observed = False
-        # Parameters whose gradients on this rank are sums over all holders already, and those whose gradients are not,
-        # after steps under `no_sync`: they are summed even if they are frozen by then.
-        self._summed: set[int] = set()
-        self._unsummed: set[int] = set()
+        # Parameters whose gradients on this rank are sums over all holders.
+        self._summed_already: set[int] = set()
+        # Parameters with gradients of this rank alone, from steps under `no_sync`: summed even if frozen by then.
+        self._to_be_summed: set[int] = set()
         # The garbage collector does not see a parameter's reference to its hook, so the hook must reference nothing.
         note = weakref.WeakMethod(self._note)
 
@@ -96,7 +96,7 @@ class GradientReducer:
         """
         self._armed = False
         self._next = 0
-        included = tuple(requires_grad(one) or id(one) in self._unsummed for one in self._parameters)
+        included = tuple(requires_grad(one) or id(one) in self._to_be_summed for one in self._parameters)
         if included != self._included:
             self._arrange(included)
         self._num_allowed = self._num_early
@@ -104,10 +104,10 @@ class GradientReducer:
             bucket.release()
         others = (bucket for bucket in self.buckets if bucket.keepers[0] != self._context.rank)
         for parameter in (parameter for bucket in others for parameter in bucket.parameters):
-            if parameter.grad is not None and id(parameter) in self._summed:
+            if parameter.grad is not None and id(parameter) in self._summed_already:
                 parameter.grad.zero_()
-        self._summed.difference_update(self._bucket_of)
-        self._unsummed.update(self._bucket_of)
+        self._summed_already.difference_update(self._bucket_of)
+        self._to_be_summed.update(self._bucket_of)
 
     def enter_backward(self, final: bool) -> None:
         """A backward on this rank begins. In the `final` one of a step, gradients become complete."""
@@ -168,8 +168,8 @@ class GradientReducer:
             with self._summing(bucket), label("wait for the sum of", bucket):
                 bucket.finish(self._context.rank, self._context.board.check)
             waited += time.perf_counter() - start
-        self._summed.update(self._bucket_of)
-        self._unsummed.clear()
+        self._summed_already.update(self._bucket_of)
+        self._to_be_summed.clear()
         intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self.buckets)
         return ReductionReport(sum(bucket.num_bytes for bucket in self.buckets), intervals, waited)
 

@@ -26,7 +26,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-# A layer with more outputs for each input computes its weight gradient at once.
+# The most outputs for each input with which a layer defers its weight gradient.
 MOST_OUTPUTS = 8
 # The mean number of entries in a layer's weight from which its gradient takes longer than the 15 us of Python that
 # deferring adds to a layer: on a device (by its speed, not measured), and on a CPU (measured; 128 tokens).
@@ -52,13 +52,13 @@ class WeightGradientQueues:
         self._awaited: Counter[int] = Counter()
 
     @property
-    def deferring(self) -> bool:
+    def takes_weight_gradients(self) -> bool:
         """Whether a backward is under way whose weight gradients come here, to be computed now or later."""
         return self._at_once or self._current is not None
 
     def defer(self, deferred: DeferredGradient) -> None:
-        """Leave a weight gradient of the backward under way for its W action, or compute it if that one is part of
-        the backward."""
+        """Leave a weight gradient of the backward under way for its action W, or compute it now if W is part of this
+        backward."""
         if self._at_once:
             with torch.no_grad():
                 deferred.compute()
@@ -88,7 +88,8 @@ class WeightGradientQueues:
     def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
         """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
         queue = self._queues.pop((stage, microbatch), [])
-        # The latest first, because its tensors are still in the caches; in the reduction's order if that waits.
+        # The loop below pops from the end: the latest first, as its tensors are still in the processor's caches.
+        # Reversed, the earliest first, where the reduction of gradients waits for parameters in this order.
         if ready is not None:
             queue.reverse()
         while queue:
@@ -127,8 +128,8 @@ def install(model: nn.Module, queues: WeightGradientQueues, without: nn.Module |
 def _deferrable(model: nn.Module, without: nn.Module | None = None) -> Iterator[nn.Linear | Conv1D]:
     """The layers that can defer: plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a
     weight with several holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. So
-    does a layer with far more outputs than inputs, such as the head of a language model: for a weight gradient put off
-    the gradient of the outputs stays."""
+    does a layer with far more outputs than inputs. To defer its weight gradient would keep the gradient of its outputs,
+    which for the head of a language model is as large as the logits."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     left_out = set() if without is None else set(without.modules())
     for module in model.modules():
@@ -208,18 +209,19 @@ class _DeferringLinear(torch.autograd.Function):
             input_gradient = gradient @ (matrix.t() if transposed else matrix)
         if bias is not None and not bias.requires_grad:
             bias = None
-        rows, outer = _rows(input), _rows(gradient)
-        one, other = (rows, outer) if transposed else (outer, rows)
+        input_rows, gradient_rows = _rows(input), _rows(gradient)
+        # The weight's gradient is left^T @ right.
+        left, right = (input_rows, gradient_rows) if transposed else (gradient_rows, input_rows)
         # Autograd keeps what is no part of a microbatch's backward, second derivatives, and what hooks want to see.
         if (
-            not queues.deferring
+            not queues.takes_weight_gradients
             or torch.is_grad_enabled()
             or _is_watched(weight)
             or (bias is not None and _is_watched(bias))
         ):
-            return input_gradient, one.t() @ other, None if bias is None else outer.sum(0), None
+            return input_gradient, left.t() @ right, None if bias is None else gradient_rows.sum(0), None
         parameters = (weight,) if bias is None else (weight, bias)
-        queues.defer(DeferredGradient(parameters, partial(_accumulate, weight, bias, one, other, outer)))
+        queues.defer(DeferredGradient(parameters, partial(_accumulate, weight, bias, left, right, gradient_rows)))
         return input_gradient, None, None, None
 
 
@@ -231,17 +233,21 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulate(
-    weight: torch.Tensor, bias: torch.Tensor | None, one: torch.Tensor, other: torch.Tensor, outer: torch.Tensor
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    gradient_rows: torch.Tensor,
 ) -> None:
-    """Add one^T @ other to the weight's gradient and the column sums of `outer` to the bias's."""
+    """Add left^T @ right to the weight's gradient and the column sums of `gradient_rows` to the bias's."""
     if weight.grad is None:
-        weight.grad = (one.t() @ other).to(weight.dtype)
-    elif weight.grad.dtype == one.dtype:
-        weight.grad.addmm_(one.t(), other)
+        weight.grad = (left.t() @ right).to(weight.dtype)
+    elif weight.grad.dtype == left.dtype:
+        weight.grad.addmm_(left.t(), right)
     else:
-        weight.grad.add_(one.t() @ other)
+        weight.grad.add_(left.t() @ right)
     if bias is not None:
-        total = outer.sum(0)
+        total = gradient_rows.sum(0)
         if bias.grad is None:
             bias.grad = total.to(bias.dtype)
         else:
