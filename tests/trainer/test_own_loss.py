@@ -20,7 +20,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig
 
 import penstock
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer, PipelineKTOTrainer
-from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term
+from penstock.trainer.own_loss import BATCH, SHARES, OwnLoss, Term, join_outputs
+from penstock.trainer.trl.fused_head import add_fused_head
+from penstock.trainer.trl.pairs import join_pairs
 from tests.support.families import FAMILIES
 from tests.support.feedback_runs import approve, judge
 from tests.support.pool import Pool
@@ -359,6 +361,52 @@ def in_chunks(folder: Path) -> str:
 def test_logits_in_chunks_are_refused_with_a_reason(pool: Pool, tmp_path: Path) -> None:
     """They are made in parts as it is, and only a cross-entropy may take those of `loss_chunk_tokens`."""
     assert all("leave it out" in text for text in pool.run(2, in_chunks, tmp_path, init=False))
+
+
+def test_outputs_of_uneven_microbatches_are_joined_in_all_fields_and_weighted_as_they_were_trained() -> None:
+    chosen, rejected = torch.arange(10.0).view(2, 5, 1)
+    parts = [torch.cat([half[start:stop] for half in (chosen, rejected)]) for start, stop in ((0, 3), (3, 5))]
+    outputs = [
+        {"logits": part, "hidden_states": (part, 2 * part), "aux_loss": torch.tensor(float(number))}
+        for number, part in enumerate(parts)
+    ]
+    outputs[1]["later"] = parts[1]
+    found = join_outputs(outputs, [0.6, 0.4], join_pairs)
+    whole = torch.cat([chosen, rejected])
+    assert torch.equal(found["logits"], whole) and float(found["aux_loss"]) == pytest.approx(0.4)
+    assert [torch.equal(found["hidden_states"][0], whole), torch.equal(found["hidden_states"][1], 2 * whole)] == [
+        True
+    ] * 2
+    assert torch.equal(found["later"], parts[1])
+
+
+def logged_and_trained(folder: Path) -> list[tuple[float, float]]:
+    """The routers' loss as it is logged, and as it is in the loss of the first step, over microbatches of
+    different sizes."""
+    found = []
+    for script in (prefer, reinforce):
+        uneven = {"per_device_train_batch_size": 5 if script is prefer else 6, "parallelism": {"microbatch_size": 4}}
+        logs = [
+            script(folder, 2, steps=1, family="mixtral", router_aux_loss_coef=weight, eval_strategy="no", **uneven)[0]
+            for weight in (0.25, 0.5)
+        ]
+        found.append((logs[0]["aux_loss"], (logs[1]["loss"] - logs[0]["loss"]) / 0.25))
+    return found
+
+
+def test_the_loss_of_routers_is_logged_as_it_is_trained(pool: Pool, tmp_path: Path) -> None:
+    for (logged, trained), (logged_grpo, trained_grpo) in pool.run(2, logged_and_trained, tmp_path, init=False):
+        assert trained == pytest.approx(logged, rel=1e-5)
+        assert trained_grpo == pytest.approx(logged_grpo, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"outputs": ("log_probs", "top_k")}, "top_k"), ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32")],
+)
+def test_what_the_fused_head_does_not_know_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"{named}.* does not work over pipelines"):
+        add_fused_head(FAMILIES["llama"].build(**SIZES), **given)
 
 
 def test_a_mean_that_has_nothing_in_a_microbatch_adds_nothing_to_the_loss() -> None:

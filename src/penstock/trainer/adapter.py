@@ -59,7 +59,7 @@ class TrainerAdapter:
     It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order.
 
     Attributes:
-        trainer_class: the name that TRL gives the class which this adapter is for.
+        trainer_class: where TRL gives users the class which this adapter is for: "trl.DPOTrainer".
         owner: the class among the trainer's whose `compute_loss` this is.
     """
 
@@ -87,7 +87,7 @@ class TrainerAdapter:
         is not parallelised yet, and no rank waits for another."""
 
     def begin(self) -> None:
-        """Take up the trainer, whose own `__init__` is through."""
+        """Take up the trainer, whose own `__init__` has returned."""
         for name in ("compute_loss_func", "label_smoother"):
             if getattr(self.trainer, name, None) is not None and not self.trainer.model_accepts_loss_kwargs:
                 raise not_over_pipelines(name, "this model's forward takes no num_items_in_batch to divide the loss by")
@@ -112,11 +112,16 @@ class TrainerAdapter:
         return self._own_loss if own else None
 
     def divisor(self, inputs: Mapping[str, Any]) -> int:
-        """By what a step's losses are divided. A mean over its batch alone is averaged over the batches of the
-        accumulation, and over the pipelines'."""
-        replicas = self.engine.layout.num_replicas if self.engine.own_means else 1
-        batches: int = self.trainer.current_gradient_accumulation_steps * replicas
-        return 1 if NUM_ITEMS in inputs else batches
+        """By what the loss of a batch is divided before its backward.
+
+        A loss that is divided by `num_items_in_batch`, the number of labels in all batches of an optimizer's step, is
+        its part of the sum already. Another one is a mean of its own, and the step's loss is the mean of these: over
+        the batches of an accumulation, and over those of the pipelines, unless the engine has averaged over these.
+        """
+        if NUM_ITEMS in inputs:
+            return 1
+        batches: int = self.trainer.current_gradient_accumulation_steps
+        return batches * self.engine.layout.num_replicas if self.engine.own_means else batches
 
     def figures(self, inputs: Mapping[str, Any]) -> Figures:
         """What is logged of a batch, as the Trainer has prepared it, besides the loss. It is asked after

@@ -4,8 +4,8 @@ plain one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import Trainer
 
@@ -13,17 +13,20 @@ from penstock.trainer.adapter import TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.dpo import DPO
 from penstock.trainer.trl.grpo import GRPO
 from penstock.trainer.trl.kto import KTO
+from penstock.trainer.trl.orpo import CPO, ORPO
 from penstock.trainer.trl.reward import Reward
 from penstock.trainer.trl.sft import SFT
 from penstock.trainer.users_loss import UsersLoss
 
-ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO)
+ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO, ORPO, CPO)
 
 # The methods in which TRL's trainers compute a loss: an adapter knows of which means it is made there.
 LOSS_METHODS = ("compute_loss", "_compute_loss")
-# What other trainers of TRL do in their `compute_loss`, and what to do instead.
-RUNS_THE_MODEL = (
-    "it runs the model itself. Write a loop of your own, with the loss as a criterion: docs/your_own_loss.md"
+# Why another trainer of TRL is refused, and what to do instead.
+NO_ADAPTER = (
+    "there is no adapter that says of which means its loss is made, and what it generates or computes before that. "
+    'Write a loop of your own, with the loss as a criterion (docs/your_own_loss.md), or an adapter: "a trainer of TRL" '
+    "in docs/architecture.md"
 )
 
 # What to do instead of another loss in a class derived from one of TRL's.
@@ -54,9 +57,9 @@ def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
                     f"{one.__name__}.{name}", f"it is not the loss of {of_trl.__name__}. {OTHER_LOSS}"
                 )
     for adapter in ADAPTERS:
-        if of_trl.__name__ == adapter.trainer_class and of_trl is _public(adapter.trainer_class):
+        if _is_public(of_trl, adapter.trainer_class):
             return adapter(trainer, of_trl)
-    raise not_over_pipelines(f"{of_trl.__name__}.compute_loss", RUNS_THE_MODEL)
+    raise not_over_pipelines(f"{of_trl.__name__}.compute_loss", NO_ADAPTER)
 
 
 def _around(mixin: type, kinds: Sequence[type]) -> tuple[Sequence[type], Sequence[type]]:
@@ -64,8 +67,8 @@ def _around(mixin: type, kinds: Sequence[type]) -> tuple[Sequence[type], Sequenc
     return kinds[:place], kinds[place + 1 :]
 
 
-def _public(name: str) -> Any:
-    """The class that TRL gives under this name: its experimental part may have another one of the same name."""
-    import trl
-
-    return getattr(trl, name)
+def _is_public(kind: type, path: str) -> bool:
+    """Whether TRL gives users this class under this path. The name alone would not do: TRL's experimental part may have
+    another class of the same name. A module from which the class comes has been imported."""
+    module, _, name = path.rpartition(".")
+    return kind.__name__ == name and getattr(sys.modules.get(module), name, None) is kind

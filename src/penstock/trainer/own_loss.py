@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from transformers import Trainer
+from transformers.cache_utils import Cache
 
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batch
-from penstock.modeling.graph.loss import Criterion, zero_loss
+from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, zero_loss
 from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.outputs import NamedOutput, OutputForm
 from penstock.runtime.comm.rollcall import Call
@@ -33,12 +35,14 @@ from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
 from penstock.runtime.inputs import AS_ACCUMULATED
 from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
-from penstock.trainer.trl.fused_head import in_place_of_trls
+from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
 OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
+# The rows of a batch from those of its microbatches.
+JoinRows = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # What the outputs of a batch are made into, as the last stage has made them.
 OUTPUT_FORM = OutputForm(dict, ())
 
@@ -59,13 +63,14 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `completed` and `when_completed`, `pieces` and `joined`, `terms`, `notes_in`.
+    What differs between trainers: `add_precomputed` and `when_precomputed`, `pieces` and `join_rows`, `terms`,
+    `notes_in`.
     """
 
     # Where the trainer notes figures until it logs them.
     notes_in: ClassVar[Sequence[str]] = ("_metrics",)
-    # What the trainer has set while `compute_loss` gets a batch that `completed` has returned.
-    when_completed: ClassVar[Mapping[str, Any]] = {}
+    # What the trainer has set while `compute_loss` gets a batch that `add_precomputed` has returned.
+    when_precomputed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
         super().__init__(trainer, owner)
@@ -82,7 +87,7 @@ class OwnLoss(TrainerAdapter):
         raise not_over_pipelines(f"a HeterogeneousParallelPlugin with {self.name}", instead)
 
     def while_made(self) -> AbstractContextManager[None]:
-        return in_place_of_trls(type(self.trainer))
+        return with_fused_head_of_stages(type(self.trainer))
 
     def begin(self) -> None:
         super().begin()
@@ -93,7 +98,7 @@ class OwnLoss(TrainerAdapter):
 
     # -- what differs between trainers -------------------------------------------------------------------------------
 
-    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def add_precomputed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The batch with what its loss needs besides the outputs of one forward. Runs without gradients, on every
         rank, and may call the model."""
         return inputs
@@ -103,7 +108,7 @@ class OwnLoss(TrainerAdapter):
         sizes = self.sizes(size := batch_size_of(batch))
         return split_batch(batch, size, sizes)
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The rows of the batch from those of its microbatches: the reverse of `pieces`."""
         return torch.cat(list(parts))
 
@@ -121,7 +126,7 @@ class OwnLoss(TrainerAdapter):
 
     def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
         with torch.no_grad():
-            self._whole = self.completed(inputs)
+            self._whole = self.add_precomputed(inputs)
         pieces = self.pieces(self._whole)
         microbatches = [
             {**self.arguments(piece), BATCH: piece, SHARES: shares}
@@ -144,9 +149,17 @@ class OwnLoss(TrainerAdapter):
         return self._loss
 
     def divisor(self, inputs: Mapping[str, Any]) -> int:
-        """As DDP averages over processes, and the Trainer over an accumulation unless the loss does so itself."""
-        scaled = self.trainer.loss_is_scaled_for_ga
-        return len(self.engine.layout.pipelines) * (1 if scaled else self.trainer.current_gradient_accumulation_steps)
+        """As DDP averages over processes, and the Trainer over the batches of an accumulation.
+
+        `loss_is_scaled_for_ga` is transformers': True in a class whose loss is divided for the accumulation already,
+        False in one that leaves this to the Trainer. With None the Trainer looks whether the loss was given the number
+        of labels in the accumulation to divide by.
+        """
+        trainer = self.trainer
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
+        return len(self.engine.layout.pipelines) * (1 if scaled else trainer.current_gradient_accumulation_steps)
 
     def figures(self, inputs: Mapping[str, Any]) -> Figures:
         return OutputsOfStep(self)
@@ -157,7 +170,7 @@ class OwnLoss(TrainerAdapter):
         """What `compute_loss` calls the model with, for this batch."""
         asked = _ModelRecorder(base_of(self.trainer.model).forward)
         try:
-            self._compute(self._view(asked, {}), asked, batch)
+            self._compute(self._trainer_view(asked, {}), asked, batch)
         except _ModelIsCalled as call:
             return call.arguments
         raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", "it does not call the model")
@@ -174,30 +187,30 @@ class OwnLoss(TrainerAdapter):
     def loss_of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a part of the batch, of which the model gave these outputs, with changed attributes."""
         stand_in = _ModelStandIn(outputs)
-        return self._compute(self._view(stand_in, changes), stand_in, batch)
+        return self._compute(self._trainer_view(stand_in, changes), stand_in, batch)
 
     def loss_and_figures_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
         stand_in = _ModelStandIn(outputs)
-        with torch.no_grad(), changed(self.trainer, self.when_completed):
+        with torch.no_grad(), changed(self.trainer, self.when_precomputed):
             return self._compute(self.trainer, stand_in, self._whole)
 
     def _compute(self, trainer: Any, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
         loss: torch.Tensor = trainer.compute_loss_below(model, {**batch})
         return loss
 
-    def _view(self, model: _ModelStandIn | _ModelRecorder, changes: Mapping[str, Any]) -> Any:
+    def _trainer_view(self, model: _ModelStandIn | _ModelRecorder, changes: Mapping[str, Any]) -> Any:
         """The trainer as its `compute_loss` sees it in a microbatch: what it notes there is dropped."""
         view = copy.copy(self.trainer)
         notes: dict[str, Any] = {name: defaultdict(partial(defaultdict, list)) for name in self.notes_in}
         vars(view).update(
             model=model,
-            accelerator=_AcceleratorStandIn(self.trainer.accelerator, self.alone),
-            **{**notes, **self.when_completed, **changes},
+            accelerator=_AcceleratorStandIn(self.trainer.accelerator, self.answer_without_ranks),
+            **{**notes, **self.when_precomputed, **changes},
         )
         return view
 
-    def alone(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+    def answer_without_ranks(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
         """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
         gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
         if call == "pad_across_processes":
@@ -254,27 +267,45 @@ class OutputsOfStep:
     def __init__(self, adapter: OwnLoss) -> None:
         self._adapter = adapter
         self._outputs: list[Mapping[str, Any]] = []
+        self._shares: list[float] = []
 
     def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
         if self._adapter.engine.context.holds_output:
-            kept = {name: value for name, value in outputs.items() if name != "loss" and value is not None}
+            kept = {name: value for name, value in outputs.items() if name != "loss" and not isinstance(value, Cache)}
             self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, kept))
+            self._shares.append(inputs[SHARES][0])
 
     def note(self) -> None:
         adapter, engine = self._adapter, self._adapter.engine
-        merged = self._merged() if self._outputs else None
+        merged = None
+        if self._outputs:
+            merged = NamedOutput(OUTPUT_FORM, **join_outputs(self._outputs, self._shares, adapter.join_rows))
         with engine.together(Call.SHARE, everyone=False):
             outputs = share_output(merged, engine.context, OUTPUT_FORM)
         whole = adapter.loss_and_figures_of_batch(outputs)
         adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())
 
-    def _merged(self) -> NamedOutput:
-        merged = {}
-        for name, first in self._outputs[0].items():
-            parts = [outputs[name] for outputs in self._outputs]
-            if isinstance(first, torch.Tensor):
-                merged[name] = self._adapter.joined(parts) if first.dim() else torch.stack(parts).mean()
-        return NamedOutput(OUTPUT_FORM, **merged)
+
+def join_outputs(outputs: Sequence[Mapping[str, Any]], shares: Sequence[float], join_rows: JoinRows) -> dict[str, Any]:
+    """The fields of the output of a batch from those of its microbatches, also inside tuples. A number, such as the
+    loss of routers, is weighted as it was trained: by the `shares` of the microbatches in the loss's first mean."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(chain(*outputs)):
+        having = [index for index, output in enumerate(outputs) if output.get(name) is not None]
+        if having:
+            total = sum(shares[index] for index in having) or 1.0
+            weights = [shares[index] / total for index in having]
+            join = partial(_join_leaves, join_rows, weights)
+            found[name] = pytree.tree_map(join, *(outputs[index][name] for index in having))
+    return found
+
+
+def _join_leaves(join_rows: JoinRows, weights: Sequence[float], *parts: Any) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    if parts[0].dim():
+        return join_rows(parts)
+    return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum()
 
 
 class _ModelIsCalled(BaseException):
@@ -313,13 +344,13 @@ class _ModelStandIn:
 
 
 class _AcceleratorStandIn:
-    """Stands for the accelerator in a microbatch on the last stage. `alone` answers in place of the other ranks."""
+    """Stands for the accelerator in a microbatch on the last stage. `answer` answers in place of the other ranks."""
 
-    def __init__(self, accelerator: Any, alone: Callable[..., Any]) -> None:
-        self._accelerator, self._alone = accelerator, alone
+    def __init__(self, accelerator: Any, answer: Callable[..., Any]) -> None:
+        self._accelerator, self._answer = accelerator, answer
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._alone, name) if name in OVER_RANKS else getattr(self._accelerator, name)
+        return partial(self._answer, name) if name in OVER_RANKS else getattr(self._accelerator, name)
 
 
 @contextmanager

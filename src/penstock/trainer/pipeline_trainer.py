@@ -62,9 +62,14 @@ REFUSED_IF_SET = {
 }
 
 
-def in_place_of_the_trainers(ours: Callable[..., Any]) -> Any:
-    """Makes of `ours`, a method of the mixin, the Trainer's own method of its name, for the mixin's objects. Classes
-    between that define it, too, run first; their `super()` call reaches `ours`."""
+def replaces_trainer_method(ours: Callable[..., Any]) -> Any:
+    """Makes `ours`, a method of the mixin, replace the Trainer's method of its name, for the mixin's objects.
+
+    The mixin comes first in the order of classes, but a class behind it that has the method, too, such as TRL's, runs
+    before `ours`, which its `super()` call reaches in the place of the Trainer's. So the class `Trainer` has `ours`
+    while the method runs, in the whole process. Other trainers still find their own method: `instead` looks who calls.
+    Calls may be nested, as in a callback that trains a second model. They may not overlap in two threads; neither could
+    what two threads of one rank send."""
     name = ours.__name__
 
     @functools.wraps(ours)
@@ -80,16 +85,16 @@ def in_place_of_the_trainers(ours: Callable[..., Any]) -> Any:
     return entered
 
 
-def around_the_trainers(ours: Callable[..., Any]) -> Any:
-    """As `in_place_of_the_trainers`, for `ours(self, own, *args)`: `own` is the Trainer's method, called without
-    arguments."""
+def wraps_trainer_method(ours: Callable[..., Any]) -> Any:
+    """As `replaces_trainer_method`, but `ours(self, own, *args)` runs around the Trainer's method: `own()` calls that
+    with the same arguments."""
     trainers = getattr(Trainer, ours.__name__)
 
     @functools.wraps(ours)
     def with_the_trainers(self: PipelineTrainerMixin, *args: Any) -> Any:
         return ours(self, partial(trainers, self, *args), *args)
 
-    return in_place_of_the_trainers(with_the_trainers)
+    return replaces_trainer_method(with_the_trainers)
 
 
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without types
@@ -165,11 +170,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         if getattr(self.args.accelerator_config, "dispatch_batches", None):
             raise not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: the model is on its device already."""
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in an optimizer's step, over all pipelines."""
         return self.pipelines.samples_per_step(args)
@@ -182,7 +187,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     # -- a run -----------------------------------------------------------------------------------------------------
 
-    @around_the_trainers
+    @wraps_trainer_method
     def get_train_dataloader(self, own: Callable[[], Any]) -> Any:
         return self.pipelines.loader(own)
 
@@ -191,7 +196,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         _, checkpoint, _ = args
         return self.pipelines.begin(place, max_steps, steps_per_epoch, checkpoint)
 
-    @around_the_trainers
+    @wraps_trainer_method
     def _prepare_for_training(
         self, own: Callable[[], Any], max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
@@ -246,7 +251,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             state.best_global_step, state.best_metric = first[1] or None, float_of(first[2])
         return bool(first[0])
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
         raise NotImplementedError(
             "push_to_hub() of a PipelineTrainer: call trainer.save_model(folder) on every rank, and then "
@@ -272,7 +277,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def training_step(
         self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -302,7 +307,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write an ordinary folder of the whole model; all ranks take part."""
         folder = self.args.output_dir if output_dir is None else output_dir
@@ -315,18 +320,18 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             processing_class.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state in one file for each stage, and the scheduler's as the Trainer does."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
         save_optimizer_state(self.optimizer, self.pipelines.engine, output_dir)
 
-    @around_the_trainers
+    @wraps_trainer_method
     def _save_rng_state(self, own: Callable[[], None], output_dir: str) -> None:
         self.pipelines.save_random_state(own)
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of this rank's stages; the folder may be of any number of stages, or of a plain Trainer."""
         self.pipelines.load_weights(resume_from_checkpoint)
@@ -336,11 +341,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         self.pipelines.engine.refuse_if_over()
         self.model.load_ordinary(folder)
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _load_best_model(self) -> None:
         self.pipelines.surviving(partial(self.load_weights, self.state.best_model_checkpoint))
 
-    @in_place_of_the_trainers
+    @replaces_trainer_method
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, from any number of stages."""
         if checkpoint is None:

@@ -178,6 +178,8 @@ class EqualPipelines(Pipelines):
         return False
 
     def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+        """Gradients are summed over pipelines with the last batch of an accumulation: the Trainer calls this for each
+        batch, and for all but the last inside `accelerator.no_sync(model)`, which is `PipelineModel.no_sync`."""
         trainer, adapter, engine = self.trainer, self.adapter, self.engine
         batch = trainer._prepare_inputs(inputs)
         inputs = adapter.step_inputs(batch, number)

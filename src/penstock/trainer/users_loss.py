@@ -47,13 +47,6 @@ class UsersLoss(OwnLoss):
     def criterion(self) -> Criterion:
         return self._followed
 
-    def divisor(self, inputs: Mapping[str, Any]) -> int:
-        trainer = self.trainer
-        scaled = trainer.loss_is_scaled_for_ga
-        if scaled is None:  # the Trainer's own rule
-            scaled = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
-        return len(self.engine.layout.pipelines) * (1 if scaled else trainer.current_gradient_accumulation_steps)
-
     def figures(self, inputs: Mapping[str, Any]) -> Figures:
         return NoFigures()
 
@@ -76,12 +69,12 @@ class UsersLoss(OwnLoss):
             raise self._refusal(f"it changes {', '.join(noted)} of the trainer, but runs on the last stage only")
         return loss
 
-    def _view(self, model: Any, changes: Mapping[str, Any]) -> Any:
-        view = super()._view(model, changes)
+    def _trainer_view(self, model: Any, changes: Mapping[str, Any]) -> Any:
+        view = super()._trainer_view(model, changes)
         view.log = self._refuse_log
         return view
 
-    def alone(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+    def answer_without_ranks(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
         raise self._refusal(f"it calls accelerator.{call}, but runs on the last stage only")
 
     def _refuse_log(self, *_: Any, **__: Any) -> None:

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.own_loss import Term
-from penstock.trainer.trl.pairs import joined_pairs, num_pairs, pieces_of_pairs
+from penstock.trainer.trl.pairs import join_pairs, num_pairs, pieces_of_pairs
 from penstock.trainer.trl.reference import AgainstReference
 
 # Of the losses in TRL's list, the one that is a mean over the tokens of the chosen completions.
@@ -20,7 +20,7 @@ OVER_TOKENS = ("sft",)
 class DPO(AgainstReference):
     """A batch is [chosen; rejected]."""
 
-    trainer_class = "DPOTrainer"
+    trainer_class = "trl.DPOTrainer"
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
@@ -34,8 +34,8 @@ class DPO(AgainstReference):
     def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         return pieces_of_pairs(batch, self.sizes(num_pairs(batch)))
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return joined_pairs(parts)
+    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return join_pairs(parts)
 
     def terms(self) -> Sequence[Term]:
         names, weights = self.trainer.loss_types, self.trainer.loss_weights
@@ -45,7 +45,7 @@ class DPO(AgainstReference):
         for count, chosen in ((num_pairs, over_pairs), (_chosen_tokens, over_tokens)):
             if chosen:
                 kinds, factors = zip(*chosen, strict=True)
-                further = {"aux_loss_enabled": False} if terms else {}  # once
+                further = {"aux_loss_enabled": False} if terms else {}  # the router's loss enters one term only
                 terms.append(Term(count, {"loss_types": list(kinds), "loss_weights": list(factors), **further}))
         return terms
 

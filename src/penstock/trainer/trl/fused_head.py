@@ -17,7 +17,11 @@ from unittest import mock
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from penstock.trainer.adapter import not_over_pipelines
+
 IGNORED = -100
+# What TRL's losses may ask for: figures of each token, by the names of TRL's fields.
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
 PART = 1 << 24
 
@@ -26,9 +30,21 @@ def add_fused_head(
     model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Collection[str] = ("log_probs",)
 ) -> None:
     """In place of TRL's `add_fused_lm_head`, with its arguments: a call with `labels` and `fused_lm_head=True` gives a
-    `FusedCausalLMOutput`. The head is called in its own type: `cast_lm_head_to_fp32` is refused before."""
+    `FusedCausalLMOutput`.
+
+    Raises:
+        ValueError: `cast_lm_head_to_fp32`, as the model's own forward calls the head in its own type; or `outputs` has
+            a name that is unknown here.
+    """
     from trl.trainer.utils import FusedCausalLMOutput
 
+    if cast_lm_head_to_fp32:
+        raise not_over_pipelines("cast_lm_head_to_fp32", "load the whole model in float32")
+    if unknown := sorted(set(outputs) - set(OUTPUTS)):
+        raise not_over_pipelines(
+            f"the output {unknown[0]} of TRL's fused head",
+            f"known are {', '.join(OUTPUTS)}. Use the TRL that was tested",
+        )
     original = model.forward
 
     @functools.wraps(original)
@@ -83,7 +99,7 @@ def _of_part(
 
 
 @contextmanager
-def in_place_of_trls(kind: type) -> Iterator[None]:
+def with_fused_head_of_stages(kind: type) -> Iterator[None]:
     """Inside, the modules of TRL's classes among the bases of `kind` have `add_fused_head` in the place of theirs."""
     with ExitStack() as patches:
         for module in {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("trl.")}:

@@ -46,7 +46,7 @@ REFUSED_IF_GIVEN = {
 class GRPO(OwnLoss):
     """The samples are completions. Each is generated on all ranks of a pipeline alike, and scored on its first rank."""
 
-    trainer_class = "GRPOTrainer"
+    trainer_class = "trl.GRPOTrainer"
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -157,9 +157,11 @@ class GRPO(OwnLoss):
         return split_batch(batch, size, self.sizes(size))
 
     def terms(self) -> Sequence[Term]:
-        kind = self.trainer.loss_type
+        kind, trainer = self.trainer.loss_type, self.trainer
         if kind in SUMS:
-            return [Term(None)]
+            # The routers' loss is no sum over microbatches, but their mean, as it is over an accumulation.
+            weight = getattr(trainer, "router_aux_loss_coef", 0.0) / len(self.sizes(_completions(self._whole)))
+            return [Term(None, {"router_aux_loss_coef": weight})]
         return [Term(_tokens if kind in OVER_TOKENS else _completions)]
 
 

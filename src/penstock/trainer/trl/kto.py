@@ -25,7 +25,7 @@ OF_MISMATCHED = ("KL_", "ref_KL_")
 class KTO(AgainstReference):
     """The log-probabilities of the mismatched pairs are computed before the step, as the reference's are."""
 
-    trainer_class = "KTOTrainer"
+    trainer_class = "trl.KTOTrainer"
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
@@ -33,18 +33,18 @@ class KTO(AgainstReference):
             raise not_over_pipelines("KTOTrainer with images", "leave them out of the data set")
 
     @property
-    def when_completed(self) -> Mapping[str, Any]:  # type: ignore[override]  # read only
-        return {**super().when_completed, "_compute_kl_logps": lambda model, batch: self._mismatched}
+    def when_precomputed(self) -> Mapping[str, Any]:  # type: ignore[override]  # read only
+        return {**super().when_precomputed, "_compute_kl_logps": lambda model, batch: self._mismatched}
 
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         trainer = self.trainer
         matched, mismatched = trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, inputs)
         return {"ref_logps": matched, **({} if mismatched is None else {"ref_KL_logps": mismatched})}
 
-    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def add_precomputed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         # As the model is now, of shape (samples,); None for a loss without KL.
         self._mismatched: torch.Tensor | None = self.trainer._compute_kl_logps(self.trainer.model, inputs)
-        return super().completed(inputs)
+        return super().add_precomputed(inputs)
 
     def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Without the mismatched pairs: KL is of the whole batch. It stands in the loss as `logps - reference - KL`

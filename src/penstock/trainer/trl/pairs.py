@@ -26,7 +26,7 @@ def pieces_of_pairs(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict
     return [{name: rows(value, *edge) for name, value in batch.items()} for edge in edges]
 
 
-def joined_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The rows of the batch from those of its parts."""
     chosen, rejected = zip(*(part.chunk(2) for part in parts), strict=True)
     return torch.cat([*chosen, *rejected])

@@ -19,7 +19,7 @@ class AgainstReference(OwnLoss):
     """A trainer whose loss compares the model with a reference: the base of its adapters, or a second model over the
     same stages. The reference's figures are computed before the step, as if they were precomputed."""
 
-    when_completed: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
+    when_precomputed: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
 
     @abstractmethod
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -37,7 +37,7 @@ class AgainstReference(OwnLoss):
             return type(self.trainer)._precompute_ref_logps(self.trainer, dataset, name, batch_size)
         return with_columns(self.trainer, dataset, batch_size, self.reference)
 
-    def completed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def add_precomputed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         known = any(name.startswith("ref_") for name in inputs)
         return inputs if known else {**inputs, **self.reference(inputs)}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.trainer.own_loss import OwnLoss, Term
-from penstock.trainer.trl.pairs import joined_pairs, num_pairs, pieces_of_pairs
+from penstock.trainer.trl.pairs import join_pairs, num_pairs, pieces_of_pairs
 
 # An input that only the loss reads: one number for each pair. TRL gives it to the model, too, which drops it.
 MARGIN = "margin"
@@ -17,13 +17,13 @@ MARGIN = "margin"
 class Reward(OwnLoss):
     """A batch is [chosen; rejected]; the loss is a mean over its pairs."""
 
-    trainer_class = "RewardTrainer"
+    trainer_class = "trl.RewardTrainer"
 
     def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         return pieces_of_pairs(batch, self.sizes(num_pairs(batch)))
 
-    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return joined_pairs(parts)
+    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return join_pairs(parts)
 
     def terms(self) -> Sequence[Term]:
         return [Term(num_pairs)]

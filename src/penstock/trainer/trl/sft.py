@@ -21,7 +21,7 @@ class SFT(TrainerAdapter):
     """SFTTrainer: the model's own loss, with the figures of `TokenMetrics`. It runs the model without TRL's fused head,
     whose loss it is."""
 
-    trainer_class = "SFTTrainer"
+    trainer_class = "trl.SFTTrainer"
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
