@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from penstock import Booster, HeterogeneousParallelPlugin, PipelineFailure, PipelineTemplate
+from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineFailure, PipelineTemplate
 from penstock.layout.pipelines import parse_pipelines
 from tests.support.families import FAMILIES
 from tests.support.hetero import batch_size, make_plugin, pad, samples
@@ -22,6 +22,7 @@ from tests.support.training import in_turn
 MODULES = ["embedding", "h.0", "h.1", "head"]
 ONE = PipelineTemplate("gpt2", [MODULES])
 TWO = PipelineTemplate("gpt2", [MODULES[:2], MODULES[2:]])
+ELASTIC = {"elastic": Elastic("tcp://head:29400"), "global_batch_size": 2}
 THREE = PipelineTemplate("gpt2", [MODULES[:1], MODULES[1:2], MODULES[2:]])
 
 
@@ -94,6 +95,8 @@ def test_other_wrong_pipelines_are_named(pipelines: Any, counts: Any, error: typ
         ({"tp_size": 0}, ValueError, "tp_size must be at least 1, got 0"),
         ({"tp_size": 2.0}, TypeError, "tp_size must be an integer, got 2.0"),
         ({"microbatch_size": 0}, ValueError, "microbatch_size must be at least 1, got 0"),
+        ({"context_parallel_size": 0}, ValueError, "context_parallel_size must be at least 1, got 0"),
+        ({"context_parallel_size": 2, **ELASTIC}, ValueError, "with elastic=: .* share no sequences"),
         ({"precision": "fp8"}, ValueError, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
         ({"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
         ({"patience": float("inf")}, ValueError, "patience must be a positive number of seconds, got inf"),

@@ -10,14 +10,18 @@ from tests.support.context_parallel_ranks import (
     REFUSED,
     bytes_received,
     evaluate_in_parts,
+    evaluate_on_all_but_the_last,
     evaluate_unsplit,
     logits_in_training,
     losses_with_shards,
     oracle,
+    orders_of_a_shuffle,
+    train_in_bfloat16,
     train_in_parts,
     train_of_criterion,
     train_refused,
     use_unlike_batches,
+    weights_after_steps,
 )
 from tests.support.pool import Pool
 from tests.support.training import EXACT, assert_steps_equal
@@ -103,6 +107,49 @@ def test_each_layer_receives_the_bytes_of_the_formula(pool: Pool, key_value_head
 def test_one_head_of_keys_for_all_parts_is_exact(pool: Pool, family: str, rows: str) -> None:
     ranks = pool.run(2, train_in_parts, family, rows, num_key_value_heads=1)
     assert_steps_equal(ranks, oracle(family, rows, num_key_value_heads=1), replicas=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "mistral", "opt"])
+def test_rows_that_are_padded_on_the_left_with_positions_of_their_own_are_exact(pool: Pool, family: str) -> None:
+    """Windows are of 5 tokens, where a part has 12."""
+    ranks = pool.run(2, train_in_parts, family, "counted")
+    assert_steps_equal(ranks, oracle(family, "counted"), replicas=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_recomputed_layers_and_logits_in_chunks_are_exact(pool: Pool, family: str) -> None:
+    ranks = pool.run(4, train_in_parts, family, "packed", stages=2, recomputes=True, loss_chunk_tokens=5)
+    assert_steps_equal(ranks, oracle(family, "packed"), replicas=2)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_after_steps_are_the_unsplit_ones(pool: Pool, sharded: bool) -> None:
+    """Of AdamW, also where the parts divide its state."""
+    for found, expected in pool.run(4, weights_after_steps, sharded):
+        assert found and all(float((value - expected[name]).abs().max()) < 1e-8 for name, value in found.items())
+
+
+def test_bfloat16_is_as_near_to_double_precision_as_the_unsplit_model_is(pool: Pool) -> None:
+    plain = train_in_bfloat16(False)
+    for rank in pool.run(2, train_in_bfloat16, True):
+        assert all(found < 1.5 * expected + 1e-3 for found, expected in zip(rank, plain, strict=True)), (rank, plain)
+
+
+def test_a_pipeline_that_skips_an_evaluation_is_named_with_the_call_that_it_makes(pool: Pool) -> None:
+    """Of four ranks two each share sequences: the others have evaluated theirs. All train on after that."""
+    *others, second, third = pool.run(4, evaluate_on_all_but_the_last)
+    assert [said for said, _ in others] == ["nothing"] * 2
+    for said, _ in (second, third):
+        assert "rank 2 entered evaluation" in said and "rank 3 entered training step" in said
+    steps = [step for _, step in (*others, second, third)]
+    for pair in (steps[:2], steps[2:]):
+        loss = sum(sum(step.losses) for step in pair)
+        assert abs(loss - sum(oracle("llama", "padded").losses) / 2) < EXACT
+
+
+def test_a_shuffle_without_a_seed_is_the_same_on_ranks_that_share_sequences(pool: Pool) -> None:
+    first, *others = pool.run(4, orders_of_a_shuffle)
+    assert all(order == first for order in others) and first != sorted(first)
 
 
 def test_four_parts_are_exact(pool: Pool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,30 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from typer.testing import CliRunner
 
 import penstock
 from penstock.checking.compare import EXACT as IS_EXACT
-from penstock.checking.verify import verify
+from penstock.cli import app
 from penstock.planning.cluster import Cluster, DeviceClass, Link
 from penstock.planning.context_parallel import share_sequences
 from penstock.planning.fit import Recipe, profiles_of, ways
 from penstock.planning.plan import Job, costs_of
-from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
+from penstock.planning.planner import make_plans
 from penstock.planning.profiling import profile_model
-from penstock.planning.report import plan_data, section_of
+from penstock.planning.report import plan_data, section_of, to_paste
 from penstock.trainer.pipeline_trainer import PipelineTrainer
+from tests.support import generation_ranks
 from tests.support.context_parallel_ranks import DECODERS, SAMPLES, inputs_of
 from tests.support.families import batch
 from tests.support.pool import Pool
+from tests.support.preference_runs import prefer
 from tests.support.quantised import ROUNDING, base, load
-from tests.support.trainer_runs import fine_tune
+from tests.support.trainer_runs import differences, train_all
 from tests.support.training import EXACT, gradients_of, kept_in_double, run_step, unsplit_step
+
+TOLERANCE = 1e-8  # double precision, but TRL divides its counts in single
+SMALL: dict[str, Any] = {"eval_steps": 2, "settings": {"num_hidden_layers": 2}}
 
 
 def llama() -> Any:
@@ -83,15 +89,36 @@ def test_adapters_over_a_base_of_4_bits_have_the_unsplit_gradients(pool: Pool) -
             assert one is not None and wanted is not None and float((one - wanted).abs().max()) < ROUNDING
 
 
-def fine_tune_in_parts(folder: str) -> str:
+def prefer_in_parts(folder: str) -> str:
     with pytest.raises(NotImplementedError) as refused:
-        fine_tune(Path(folder), packing=False, stages=1, parallelism={"context_parallel_size": 2})
+        prefer(Path(folder), stages=1, parallelism={"context_parallel_size": 2})
     return str(refused.value)
 
 
-def test_trainers_of_trl_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
-    for text in pool.run(2, fine_tune_in_parts, str(tmp_path), init=False):
-        assert "context_parallel_size with a " in text and "train with PipelineTrainer" in text
+def test_trainers_of_trl_with_losses_of_their_own_are_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(2, prefer_in_parts, str(tmp_path), init=False):
+        assert "context_parallel_size with a PipelineDPOTrainer" in text
+        assert "train with PipelineTrainer or PipelineSFTTrainer" in text
+
+
+IN_PARTS = {"context_parallel_size": 2}
+FINE_TUNED: dict[str, dict[str, Any]] = {
+    "padded": {"packing": False, "parallelism": IN_PARTS, **SMALL},
+    "packed": {"packing": True, "parallelism": {**IN_PARTS, "loss_chunk_tokens": 7}, **SMALL},
+}
+
+
+@pytest.mark.slow
+def test_fine_tuning_in_parts_logs_what_trl_logs(pool: Pool, tmp_path: Path) -> None:
+    """SFTTrainer's figures, in training and in evaluation, and its weights."""
+    given = 1, 4, FINE_TUNED
+    (plain,) = pool.run(1, train_all, tmp_path / "plain", 0, *given, init=False, timeout=120)
+    for run in pool.run(2, train_all, tmp_path, 1, *given, init=False, timeout=120):
+        for case in FINE_TUNED:
+            found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
+            assert {"entropy", "mean_token_accuracy", "num_tokens", "eval_entropy", "weights"} <= found.keys()
+            # The Trainer adds up losses in single precision.
+            assert not {n: v for n, v in found.items() if v > (1e-6 if n == "loss" else TOLERANCE)}, case
 
 
 def train(folder: str | None, parts: int, stages: int, until: int) -> tuple[list[float], torch.Tensor]:
@@ -134,6 +161,26 @@ def test_a_run_goes_on_with_another_number_of_parts_and_generates_as_the_unsplit
     assert torch.equal(generated, tokens)
 
 
+CASES: list[dict[str, Any]] = [
+    {"max_new_tokens": 6, "do_sample": False},
+    {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 2},
+]
+
+
+def generate_in_parts(stages: int) -> list[torch.Tensor]:
+    """On a worker: the tokens in both cases, from the random state of the unsplit model."""
+    model = penstock.initialize(generation_ranks.build("llama"), pipeline_parallel_size=stages, context_parallel_size=2)
+    return generation_ranks.run_cases(model.eval(), generation_ranks.prompt("llama"), CASES, seed=5)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_generation_gives_the_unsplit_tokens_greedy_and_sampled(pool: Pool, stages: int) -> None:
+    model, inputs = generation_ranks.build("llama"), generation_ranks.prompt("llama")
+    expected = generation_ranks.run_cases(model, inputs, CASES, seed=5)
+    for found in pool.run(2 * stages, generate_in_parts, stages):
+        assert all(torch.equal(one, tokens) for one, tokens in zip(found, expected, strict=True))
+
+
 def fit_trainer(folder: str, parallelism: dict[str, Any] | None) -> list[float]:
     """The logged losses, in training and in evaluation."""
     rows = [{name: value[row] for name, value in inputs_of("padded").items()} for row in range(SAMPLES)]
@@ -158,10 +205,13 @@ def test_the_trainer_logs_what_it_logs_without_parts(pool: Pool, tmp_path: Path)
         assert len(expected) == 4 and found == pytest.approx(expected, abs=1e-6)
 
 
-def test_verify_finds_a_model_in_parts_exact() -> None:
-    found = verify(llama, config={"pipeline_parallel_size": 1, "context_parallel_size": 2}, steps=2)
-    assert [row.result for row in found.rows] == [IS_EXACT] * len(found.rows), str(found)
-    assert "each sequence in 2 parts" in found.about
+def test_the_command_verify_finds_a_model_in_parts_exact() -> None:
+    options = ["--stages", "1", "--context-parallel", "2", "--steps", "2", "--json"]
+    result = CliRunner().invoke(app, ["verify", f"{__name__}:llama", *options])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["rows"] and {row["result"] for row in found["rows"]} == {IS_EXACT}, result.output
+    assert "each sequence in 2 parts" in found["about"]
 
 
 def test_fit_shares_long_sequences_out_where_nothing_else_fits() -> None:
@@ -188,34 +238,24 @@ def ways_of(profile: Any, memory: float, parts: int | None = None) -> list[Any]:
     return [way for way in found if parts in (None, way.context_parallel_size)]
 
 
-def test_plans_in_parts_are_those_that_can_run() -> None:
-    """Pipelines that differ cannot share sequences."""
+def test_plans_in_parts_say_how_they_run() -> None:
+    """Pipelines that are alike by the configuration, others by the plugin; and each part has devices of its own."""
     found = profile_model(llama(), 1, 64, operations_per_second=1e12)
     cluster = Cluster((DeviceClass("fast", 4), DeviceClass("slow", 2, speed=0.3)))
-    plain = Job(found, cluster, 7)
-    assert any(section_of(plan) is None for plan in make_plans(plain))
-    shared = share_sequences(plain, 2)
+    shared = share_sequences(Job(found, cluster, 7), 2)
     assert shared is not None
-    plans = make_plans(shared)
-    assert plans
-    for plan in plans:
+    sections, codes = [], []
+    for plan in make_plans(shared):
         section = section_of(plan)
-        assert section is not None and section["model_parallelism"]["context_parallel_size"] == 2
-        assert plan_data(plan, None)["code"] is None
-    with pytest.raises(Infeasible, match="pipelines that differ, and such cannot share sequences"):
-        make_plans(replace(plans[0].job, num_microbatches=5, copies=3))
-
-
-@pytest.mark.parametrize("num_microbatches", [6, 7, 8])
-def test_the_equal_pipelines_that_plans_in_parts_are_compared_with_can_run(num_microbatches: int) -> None:
-    """With devices left out where microbatches cannot be shared out evenly over all."""
-    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
-    job = share_sequences(Job(found, Cluster((DeviceClass("device", 10),)), num_microbatches), 2)
-    assert job is not None
-    for depth in (1, 2):
-        equal = equal_pipelines(job, "1f1b", depth)
-        assert equal is not None and section_of(equal) is not None
-        assert len(equal.pipelines) == max(n for n in range(1, 5 // depth + 1) if num_microbatches % n == 0)
+        if section is not None:
+            sections.append(section["model_parallelism"]["context_parallel_size"])
+            continue
+        codes.append(plan_data(plan, None)["code"])
+        order = " ".join(to_paste(plan).split()).partition("from rank 0 on: ")[2].partition(".")[0]
+        counts = [int(run.partition(" x ")[0]) if " x " in run else 1 for run in order.split(", ")]
+        assert sum(counts) == 2 * len(plan.devices)
+    assert sections and set(sections) == {2}
+    assert codes and all("    context_parallel_size=2," in code for code in codes)
 
 
 def test_a_part_costs_its_share_and_what_it_receives() -> None:

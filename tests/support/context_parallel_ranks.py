@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 
 import penstock
 from penstock.checking.double import kept_in_double
 from penstock.context_parallel.sequence import Cut
+from penstock.runtime.comm import rollcall
 from tests.support.families import BASE, ENDS, FAMILIES, LLAMA, VOCABULARY, Family, batch
 from tests.support.training import Batch, Step, gradients_of, run_step, unsplit_step
 
@@ -58,10 +60,13 @@ MIXING = {
 
 
 def inputs_of(rows: str) -> dict[str, Any]:
-    """A batch whose rows are `padded` on either side, or `packed`: each has three sequences, told by their
-    positions."""
-    if rows == "padded":
+    """A batch whose rows are `padded` on either side, or `counted`, padded on the left with position ids of their own,
+    or `packed`: each has three sequences, told by their positions."""
+    if rows != "packed":
         inputs = batch("causal", SAMPLES, TOKENS)
+        if rows == "counted":
+            inputs = {name: value.flip(1) for name, value in inputs.items()}
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
         inputs["attention_mask"][0, :3] = 0
         return {**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)}
     ids = torch.randint(3, VOCABULARY, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -75,9 +80,13 @@ def oracle(family: str, rows: str, **settings: Any) -> Step:
     return unsplit_step(DECODERS[family].build(use_cache=False, **settings), (inputs_of(rows), 1.0))
 
 
-def train_in_parts(family: str, rows: str, stages: int = 1, parts: int = 2, **options: Any) -> Step:
+def train_in_parts(
+    family: str, rows: str, stages: int = 1, parts: int = 2, recomputes: bool = False, **options: Any
+) -> Step:
     """On a worker: a step on the whole batch, as every rank is given it."""
     model = _initialize(family, stages, parts, **options)
+    if recomputes:
+        model.gradient_checkpointing_enable()
     with kept_in_double():
         batch: Batch = inputs_of(rows)
         return Step(run_step(model, batch), gradients_of(model))
@@ -205,6 +214,65 @@ def bytes_received(key_value_heads: int) -> tuple[int, int]:
     by_heads, by_tokens = 2 * queries + 2 * keys, parts * 2 * keys
     received = (by_heads if key_value_heads > 1 else by_tokens) * (parts - 1) // parts**2
     return exchange.num_bytes - before, 2 * config.num_hidden_layers * received
+
+
+def train_in_bfloat16(in_parts: bool) -> list[float]:
+    """How far a step's loss is from that in double precision, and its gradients, as a part of their norm."""
+    model, inputs = DECODERS["llama"].build(use_cache=False, dtype=torch.bfloat16), inputs_of("padded")
+    if in_parts:
+        model = penstock.initialize(model, pipeline_parallel_size=1, context_parallel_size=2, num_microbatches=1)
+        run_step(model, inputs)
+        loss = float(model.pipeline.last_step.global_loss)
+    else:
+        loss = float((found := model(**inputs).loss).detach())
+        found.backward()
+    expected, gradients = oracle("llama", "padded"), gradients_of(model)
+    wanted = {name: value for name, value in expected.gradients.items() if value is not None}
+    error = sum(float((gradients[name].double() - value).square().sum()) for name, value in wanted.items())
+    whole = sum(float(value.square().sum()) for value in wanted.values())
+    return [abs(loss - sum(expected.losses)), (error / whole) ** 0.5]
+
+
+def weights_after_steps(sharded: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """On a worker: this rank's weights after three steps of AdamW, and the unsplit model's."""
+    whole, inputs = DECODERS["llama"].build(use_cache=False), inputs_of("packed")
+    model = _initialize("llama", stages=2, sharded_optimizer=sharded)
+    found = []
+    with kept_in_double():
+        for one in (model, whole):
+            optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+            for _ in range(3):
+                optimizer.zero_grad()
+                if one is model:
+                    run_step(one, inputs)
+                else:
+                    one(**inputs).loss.backward()
+                optimizer.step()
+            found.append({name: value.detach().clone() for name, value in one.named_parameters()})
+    return found[0], found[1]
+
+
+def evaluate_on_all_but_the_last() -> tuple[str, Step]:
+    """On a worker: an evaluation, in place of which the last rank trains; what it raised; and a step after it."""
+    model, inputs, said = _initialize("llama"), inputs_of("padded"), "nothing"
+    with kept_in_double():
+        try:
+            with mock.patch.object(rollcall, "PATIENCE", 0.3), torch.no_grad():
+                if torch.distributed.get_rank() < torch.distributed.get_world_size() - 1:
+                    model(**inputs)
+                else:
+                    with torch.enable_grad():
+                        run_step(model, inputs)
+        except rollcall.CallMismatch as error:
+            said = str(error)
+        return said, Step(run_step(model, inputs), gradients_of(model))
+
+
+def orders_of_a_shuffle() -> list[int]:
+    """On a worker whose random state is its own: what a loader without a seed gives."""
+    torch.manual_seed(torch.distributed.get_rank())
+    _initialize("llama", stages=2)
+    return [int(one) for one in torch.utils.data.DataLoader(torch.arange(20), batch_size=1, shuffle=True)]
 
 
 def _initialize(family: str, stages: int = 1, parts: int = 2, **options: Any) -> Any:

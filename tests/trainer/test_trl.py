@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from penstock.data.packed import cut_packed, is_packed
-from penstock.trainer.trl.sft import token_sums
+from penstock.trainer.trl.sft import following_labels, token_sums
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.trainer_runs import differences, fine_tune, train_all
@@ -74,7 +74,7 @@ def test_the_entropy_and_the_right_tokens_are_summed_in_parts(monkeypatch: pytes
     labels[0, :4] = -100
     for sample, token in ((0, 4), (2, 2)):
         logits[sample, token - 1, labels[sample, token]] = 50.0
-    entropy, right, count = token_sums(logits, labels).tolist()
+    entropy, right, count = token_sums(logits, following_labels({"labels": labels})).tolist()
     kept = (labels[:, 1:] != -100).nonzero().tolist()
     alone = [torch.distributions.Categorical(logits=logits[i, j].double()).entropy() for i, j in kept]
     assert count == len(kept) == 15 and right == 2

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from penstock.api.builder import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
 from penstock.config.elastic import Elastic
 from penstock.config.plugin_settings import PluginSettings
+from penstock.context_parallel.apply import refuse_model
 from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.formations import Formations
 from penstock.elastic.generations import Generations
@@ -79,6 +80,8 @@ class HeterogeneousParallelPlugin:
         loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
         sharded_optimizer: the holders of a parameter divide the optimizer's state, also over unlike pipelines; see
             docs/memory.md and `penstock.Configuration`.
+        context_parallel_size: ranks that share every sequence, each with a part of its tokens: each pipeline of
+            `set_pipelines` is placed so many times; see docs/long_context.md.
 
     Raises:
         TypeError, ValueError: an argument that cannot be used.
@@ -105,6 +108,7 @@ class HeterogeneousParallelPlugin:
         batch_dim: Mapping[str, int | None] | None = None,
         loss_chunk_tokens: int | None = None,
         sharded_optimizer: bool | int = False,
+        context_parallel_size: int = 1,
     ) -> None:
         self.settings = PluginSettings(
             tp_size=tp_size,
@@ -119,6 +123,7 @@ class HeterogeneousParallelPlugin:
             batch_dim=batch_dim,
             loss_chunk_tokens=loss_chunk_tokens,
             sharded_optimizer=sharded_optimizer,
+            context_parallel_size=context_parallel_size,
         )
         loss_scale = LossScale(  # in any precision, so that wrong numbers are refused in any
             scale=float(initial_scale),
@@ -215,12 +220,14 @@ class HeterogeneousParallelPlugin:
                 profile,
                 copies,
                 self.settings.loss_chunk_tokens,
+                self.settings.context_parallel_size,
             )
         self._place(pipelines, cast(Microbatches, num_microbatches), rank_and_world_size()[1])
 
     def _place(self, pipelines: Sequence[PipelineTemplate], num_microbatches: Microbatches, world_size: int) -> None:
         templates = check_templates(pipelines)
-        self._placed = place_pipelines(templates, self._schedule, num_microbatches, self.tp_size, world_size)
+        given = templates, self._schedule, num_microbatches, self.tp_size, world_size
+        self._placed = place_pipelines(*given, self.settings.context_parallel_size)
         self._description = None
 
     def settle_schedule(self, model: nn.Module) -> Schedules:
@@ -258,8 +265,8 @@ class HeterogeneousParallelPlugin:
 
     @property
     def pipeline_index(self) -> int:
-        """The index of this rank's pipeline. Raises RuntimeError before `set_pipelines`."""
-        return self.layout.place_of(rank_and_world_size()[0]).pipeline
+        """The index of this rank's pipeline, of those of `set_pipelines`. Raises RuntimeError before that."""
+        return self.layout.replica_of(self.layout.place_of(rank_and_world_size()[0]).pipeline)
 
     def describe(self, model: nn.Module | None = None, plot: str | os.PathLike[str] | None = None) -> LayoutDescription:
         """Print the pipelines as a table, on the first rank, and return what it shows.
@@ -386,6 +393,8 @@ class HeterogeneousParallelPlugin:
         check_whole_model(model, "configure()")
         if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
             raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
+        if self.settings.context_parallel_size > 1:
+            refuse_model(model)
 
     def _fit_pipelines(self, model: nn.Module) -> None:
         """Settle by the model what the pipelines left open: its own names of modules, and the schedule "auto"."""
@@ -480,13 +489,14 @@ class HeterogeneousParallelPlugin:
     def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
         placed, described = self._known_pipelines, self._describe(model, found.costs)
         self._description = described
+        schedules = [schedule for schedule in placed.schedules for _ in range(self.settings.context_parallel_size)]
         return LayoutPlan(
             placed.layout,
             placed.makers[self.pipeline_index],
             self.settings.engine_options(),
             described.costs or {},
-            [schedule.name for schedule in placed.schedules],
-            [f"{count} microbatches of {self.microbatch_size}" for count in self.num_microbatches],
+            [schedule.name for schedule in schedules],
+            [f"{schedule.num_microbatches} microbatches of {self.microbatch_size}" for schedule in schedules],
         )
 
     def wrap_optimizer(self, optimizer: Optimizer, model: PipelineModel) -> PipelineOptimizer:

@@ -21,6 +21,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What all ranks must have been given alike, by name. With elastic= also `schedule`, see `facts`.
 _ALIKE = (
     "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
+    "context_parallel_size",
 )  # fmt: skip
 
 
@@ -40,9 +41,10 @@ class PluginSettings:
     batch_dim: Mapping[str, int | None] | None = None
     loss_chunk_tokens: int | None = None
     sharded_optimizer: bool | int = False
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "microbatch_size"):
+        for name in ("tp_size", "microbatch_size", "context_parallel_size"):
             check_count(name, getattr(self, name))
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
@@ -58,6 +60,11 @@ class PluginSettings:
             )
         if self.elastic is not None:
             check_elastic(self.elastic, self.global_batch_size, self.microbatch_size)
+            if self.context_parallel_size > 1:
+                raise ValueError(
+                    f"context_parallel_size {self.context_parallel_size} with elastic=: the pipelines that are chosen "
+                    "after a loss share no sequences; leave one out"
+                )
         elif self.global_batch_size is not None:
             raise ValueError("global_batch_size goes with elastic=; otherwise set_pipelines says how many microbatches")
 

@@ -129,10 +129,6 @@ class ContextParallel:
                 f"context_parallel_size needs a criterion that takes a mean where it is given no {NUM_ITEMS}: {error}"
             ) from error
 
-    def differ(self, number: int) -> bool:
-        """Whether the pipelines that share these sequences have different numbers."""
-        return self.exchange.differ(number)
-
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the parts."""
         return self.exchange.sums(torch.tensor(values, dtype=torch.float64)).tolist() if values else []

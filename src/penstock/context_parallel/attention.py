@@ -83,13 +83,6 @@ class Exchange:
             dist.all_reduce(total, group=self._alive())
         return total
 
-    def differ(self, number: int) -> bool:
-        """Whether the ranks have different numbers, of 64 bits."""
-        most = torch.tensor([number, -number], dtype=torch.int64, device=self._device)
-        with self._board.guard("comparing a sequence's parts", self._ranks):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._alive())
-        return int(most[0]) != -int(most[1])
-
     def clear(self) -> None:
         """Release the group: one that is still referenced keeps its connections, and the ranks waiting on them."""
         self._group = None

@@ -40,7 +40,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
@@ -66,7 +66,7 @@ def decoding_of(engine: Engine) -> Decoding:
 
 def _new(engine: Engine) -> Decoding:
     return Decoding(
-        engine.context, engine.split, engine.channels, partial(engine.together, Call.GENERATE, everyone=False)
+        engine.context, engine.split, engine.channels, partial(engine.together, Call.GENERATE, among=Among.PIPELINE)
     )
 
 

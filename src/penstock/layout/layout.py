@@ -109,6 +109,10 @@ class Layout:
         """Which of these batches the pipeline of this index takes."""
         return pipeline // self.context_parallel_size
 
+    def part_of(self, pipeline: int) -> int:
+        """Which part of each sequence of its batch the pipeline of this index computes."""
+        return pipeline % self.context_parallel_size
+
     def of_replica(self, replica: int) -> tuple[PipelineLayout, ...]:
         """The pipelines that take the batch number `replica`, in the order of their parts of a sequence."""
         first = replica * self.context_parallel_size

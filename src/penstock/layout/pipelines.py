@@ -29,7 +29,8 @@ Schedules = OneSchedule | Mapping[StageTemplate, OneSchedule]
 
 @dataclass(frozen=True)
 class PlacedPipelines(Generic[AnyTemplate]):
-    """The pipelines of a run, the first on the first ranks, and so on.
+    """The pipelines of a run, the first on the first ranks, and so on. One whose sequences are shared out stands for
+    `context_parallel_size` alike in the layout.
 
     Attributes:
         templates, schedules: of each pipeline; the schedule is that of a step.
@@ -53,18 +54,21 @@ def place_pipelines(
     num_microbatches: Microbatches,
     tensor_parallel_size: int,
     world_size: int,
+    context_parallel_size: int = 1,
 ) -> PlacedPipelines[AnyTemplate]:
     """Place checked `templates` on all ranks of the world. Raises AssertionError, TypeError or ValueError for numbers
     of ranks or microbatches, or for schedules, that do not fit."""
     makers = tuple(schedule_maker(template, schedule) for template in templates)
     ranks, stages = [make(1).num_ranks for make in makers], [template.num_stages for template in templates]
-    check_ranks(ranks, stages, tensor_parallel_size, world_size)
+    check_ranks(ranks, stages, tensor_parallel_size, world_size, context_parallel_size)
     counts = check_microbatches(templates, num_microbatches)
     schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
     for index, one in enumerate(schedules):
         check_trains(one, f"pipeline {index}")
-    units = [template.modules_per_stage for template in templates]
-    layout = Layout.place(units, [one.stage_to_rank for one in schedules], tensor_parallel_size)
+    each = range(context_parallel_size)
+    units = [template.modules_per_stage for template in templates for _ in each]
+    mappings = [one.stage_to_rank for one in schedules for _ in each]
+    layout = Layout.place(units, mappings, tensor_parallel_size, context_parallel_size)
     return PlacedPipelines(templates, makers, schedules, layout)
 
 
@@ -112,16 +116,23 @@ def check_templates(pipelines: Sequence[AnyTemplate]) -> tuple[AnyTemplate, ...]
     return tuple(pipelines)
 
 
-def check_ranks(ranks: Sequence[int], stages: Sequence[int], tensor_parallel_size: int, world_size: int) -> None:
+def check_ranks(
+    ranks: Sequence[int],
+    stages: Sequence[int],
+    tensor_parallel_size: int,
+    world_size: int,
+    context_parallel_size: int = 1,
+) -> None:
     """Check that pipelines of so many `stages`, on so many ranks each, use all ranks of the world."""
-    needed = sum(ranks) * tensor_parallel_size
+    needed = sum(ranks) * tensor_parallel_size * context_parallel_size
     if needed != world_size:
         need = f"({' + '.join(map(str, ranks))})"
         if list(ranks) != list(stages):
             need += f" for {' + '.join(map(str, stages))} stages, of which the schedule puts several on a rank,"
+        parts = f" x context_parallel_size {context_parallel_size}" * (context_parallel_size > 1)
         raise AssertionError(
             f"Number of ranks in pipeline templates does not match world size: the pipelines need {need} x tp_size "
-            f"{tensor_parallel_size} = {needed} ranks, but the world has {world_size}"
+            f"{tensor_parallel_size}{parts} = {needed} ranks, but the world has {world_size}"
         )
 
 

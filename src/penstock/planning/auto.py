@@ -30,13 +30,14 @@ def auto_pipelines(
     profile: str | os.PathLike[str] | None = None,
     copies: int = 1,
     loss_chunk_tokens: int | None = None,
+    context_parallel_size: int = 1,
 ) -> tuple[list[PipelineTemplate], list[int]]:
     """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
 
     Args:
         memory: bytes of each device that the run may use; None is no limit.
         profile: the file that says what the units cost; None estimates it.
-        loss_chunk_tokens: as in the configuration.
+        loss_chunk_tokens, context_parallel_size: as in the configuration.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise TypeError(
@@ -48,15 +49,15 @@ def auto_pipelines(
         if profile is None
         else Profile.read(os.fspath(profile))
     )
-    job = _job(found, num_devices, num_microbatches, schedule, memory, copies)
+    job = _in_parts(_job(found, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
     plans: list[Plan | None] = [*make_plans(job, 16), equal_pipelines(job, schedule)]
-    complete = [plan for plan in plans if plan is not None and len(plan.devices) == num_devices]
+    complete = [plan for plan in plans if plan is not None and len(plan.devices) == job.cluster.size]
     if not complete:
         best = plans[0]
         assert best is not None
         raise Infeasible(
-            f"no plan uses all {num_devices} processes: the best uses {len(best.devices)}; start as many, or ask for "
-            "more microbatches"
+            f"no plan uses all {num_devices} processes: the best uses {len(best.devices) * context_parallel_size}; "
+            "start as many, or ask for more microbatches"
         )
     best = min(complete, key=lambda plan: plan.seconds)
     name = type(model).__name__
@@ -78,13 +79,7 @@ def auto_pipeline_size(
     groups as these make if they share sequences."""
     each = num_microbatches or DEFAULT_MICROBATCHES
     profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
-    whole_sequences = _job(profile, num_devices, each, schedule, memory, 1)
-    job = share_sequences(whole_sequences, context_parallel_size)
-    if job is None:
-        raise Infeasible(
-            f"no plan: {num_devices} devices are no multiple of context_parallel_size {context_parallel_size}: start "
-            f"a multiple of {context_parallel_size}"
-        )
+    job = _in_parts(_job(profile, num_devices, each, schedule, memory, 1), context_parallel_size)
     best, size, num_groups = math.inf, 0, job.cluster.size
     for ranks in (divisor for divisor in range(1, num_groups + 1) if num_groups % divisor == 0):
         pipelines = num_groups // ranks
@@ -94,6 +89,16 @@ def auto_pipeline_size(
     if not size:
         raise explain(job)
     return size
+
+
+def _in_parts(whole_sequences: Job, context_parallel_size: int) -> Job:
+    job = share_sequences(whole_sequences, context_parallel_size)
+    if job is None:
+        raise Infeasible(
+            f"no plan: {whole_sequences.cluster.size} devices are no multiple of context_parallel_size "
+            f"{context_parallel_size}: start a multiple of {context_parallel_size}"
+        )
+    return job
 
 
 def _job(

@@ -101,13 +101,7 @@ def ways(
             shares = shares_of(job) if recipe.sharded else [0]
             for checkpointing in (False, True) if shares else ():
                 jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
-                try:
-                    planned = _planned(jobs)
-                except Infeasible:
-                    if size == 1:
-                        raise
-                    continue  # no pipelines are alike, whatever the memory
-                found.append(Way(recipe, checkpointing, chunk, *planned))
+                found.append(Way(recipe, checkpointing, chunk, *_planned(jobs)))
     return found
 
 

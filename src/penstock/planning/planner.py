@@ -52,21 +52,7 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
             heappush(queue, (seconds, True, -place, candidate))
     if not plans:
         raise explain(job)
-    return _alike(job, plans)[:most] if job.context_parallel_size > 1 else plans[:most]
-
-
-def _alike(job: Job, plans: Sequence[Plan]) -> list[Plan]:
-    """Of these plans, and of all equal pipelines, those whose pipelines are alike: others cannot share sequences."""
-    depths = range(1, min(job.cluster.size, len(job.parts)) + 1)
-    equal = [equal_pipelines(job, name, depth) for name in job.schedules for depth in depths]
-    kept = [plan for plan in [*plans, *equal] if plan is not None and plan.is_alike]
-    if not kept:
-        raise Infeasible(
-            "no plan: those that fit have pipelines that differ, and such cannot share sequences "
-            "(context_parallel_size): change the number of devices or of microbatches"
-        )
-    alike = {(plan.schedule_names, tuple(plan.devices), str(plan.pipelines[0].stage_names)): plan for plan in kept}
-    return sorted(alike.values(), key=lambda plan: (plan.seconds, len(plan.devices)))
+    return plans[:most]
 
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
@@ -106,14 +92,12 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
 
     As Megatron and Alpa (Zheng et al. 2022) make them, to compare plans with: each has as many devices, taken in order,
     and as many microbatches, or one more where these cannot be divided, and units are balanced by cost whatever the
-    devices' speeds. Those that share sequences must be alike: then devices are left out instead.
+    devices' speeds.
     """
     best: Plan | None = None
     cluster = job.cluster
     for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
         count = min(cluster.size // ranks, job.num_microbatches)
-        if job.context_parallel_size > 1:
-            count = next(number for number in range(count, 0, -1) if job.num_microbatches % number == 0)
         placed = schedule_of(schedule, ranks, 1)
         if count < job.least_pipelines or placed.num_stages > len(job.parts):
             continue

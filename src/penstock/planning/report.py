@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ def code_of(plan: Plan) -> str:
     every = ", ".join(f'{name}: "{schedule}"' for name, schedule in schedules.items())
     options += [f"schedule={{{every}}}"]
     options += ["sharded_optimizer=True"] * bool(plan.job.sharded)
+    parts = plan.job.context_parallel_size
+    options += [f"context_parallel_size={parts}"] * (parts > 1)
     lines += ["plugin = HeterogeneousParallelPlugin(", *(f"    {option}," for option in options), ")"]
     placed = [names[tuple(map(tuple, pipeline.stage_names))] for pipeline in plan.pipelines]
     counts = [pipeline.schedule.num_microbatches for pipeline in plan.pipelines]
@@ -109,7 +111,9 @@ def to_paste(plan: Plan) -> str:
     cluster, section = plan.job.cluster, section_of(plan)
     lines = []
     if len(cluster.classes) > 1:
-        runs = [(kind, len(list(those))) for kind, those in groupby(cluster.kind_of(one).name for one in plan.devices)]
+        placed = [one.devices for one in plan.pipelines for _ in range(plan.job.context_parallel_size)]
+        kinds = (cluster.kind_of(device).name for device in chain(*placed))
+        runs = [(kind, len(list(those))) for kind, those in groupby(kinds)]
         order = ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in runs)
         lines.append(
             as_text(
@@ -289,7 +293,7 @@ def plan_data(plan: Plan, equal: Plan | None) -> dict[str, Any]:
         "bubble": plan.bubble,
         "bytes on links": plan.bytes_on_links,
         "configuration": section_of(plan),
-        "code": None if plan.job.context_parallel_size > 1 else code_of(plan),  # the plugin shares no sequences
+        "code": code_of(plan),
         "speed over equal pipelines": None if equal is None else equal.seconds / plan.seconds,
         "pipelines": pipelines,
     }

@@ -29,7 +29,7 @@ from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.split import SplitModel
 from penstock.random_state import key_of, mixed
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.rollcall import Among, Call, Shared
 from penstock.runtime.comm.settings import (
     MODULUS,
     BatchInWords,
@@ -256,7 +256,7 @@ class Engine:
         self.parts.open_step.refuse("another training step")
         microbatches, sizes = self.microbatches(inputs)
         # By default the pipelines before this one are taken to have as many as this one.
-        usual = self.place.pipeline * len(microbatches)
+        usual = self.context.replica * len(microbatches)
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), usual)
         prepared = self.prepare(microbatches, sizes, first, criterion, training=True)
         refuse_without_loss(self.split.model, prepared)
@@ -336,34 +336,34 @@ class Engine:
         self,
         call: Call,
         settings: Settings | Sequence[int] = (),
-        everyone: bool = True,
+        among: Among = Among.ALL,
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
-        """Around what the ranks of this pipeline (of all of them, with `everyone`) do together: it begins on all of
-        them or on none, and no signal tears it. Gives what the ranks of this pipeline said, or of plain
-        numbers what all ranks said, unless a call of `ALIKE` found them alike. `batch` tells of this rank's batch.
-        """
+        """Around what ranks do together: it begins on all of them or on none, and no signal tears it. Gives what the
+        ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of `ALIKE` found them alike.
+        `batch` tells of this rank's batch."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:
             self.split.refuse_if_moved(self.device)
-        with self.context.interrupts.held(), self.board.call(str(call), world=everyone):
+        alone = among is Among.PIPELINE or (among is Among.BATCH and self.layout.num_replicas > 1)
+        with self.context.interrupts.held(), self.board.call(str(call), world=not alone):
             try:
-                said = self._meet(call, settings, everyone, batch)
+                said = self._meet(call, settings, among, batch)
             except BaseException:
                 self.board.position.retract()
                 raise
             yield said
 
     def _meet(
-        self, call: Call, settings: Settings | Sequence[int], everyone: bool, batch: BatchInWords | None
+        self, call: Call, settings: Settings | Sequence[int], among: Among, batch: BatchInWords | None
     ) -> Mapping[int, Sequence[int]]:
         begin = self.parts.roll_call.begin
         if isinstance(settings, Settings):
             assert batch is not None
-            return self.parts.compare(begin(call, settings, everyone, self.parts.shared(settings)).wait(), batch)
+            return self.parts.compare(begin(call, settings, among, self.parts.shared(settings)).wait(), batch)
         shared = settings if call in ALIKE else ()
-        answers = begin(call, settings, everyone, lambda said: (shared, False)).wait()
+        answers = begin(call, settings, among, lambda said: Shared(shared)).wait()
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
 
     @contextlib.contextmanager
@@ -486,6 +486,8 @@ class Engine:
             hosts = None if hosts is None else self.parts.sequences.cut(hosts, criterion)
         assert self.seed is not None
         seed = self.seed if training else mixed(self.seed, key_of("evaluation", self.num_evaluations))
+        if in_parts and (part := self.layout.part_of(self.place.pipeline)):
+            seed = mixed(seed, key_of("part of a sequence", part))  # its tokens are others
         plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)
         return StepInputs.of(
             microbatches, plan, sizes, first_microbatch, self.step_number,

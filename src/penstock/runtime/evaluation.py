@@ -28,7 +28,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import carried
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
-from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.comm.settings import states_of_stages
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
@@ -79,17 +79,16 @@ def _evaluation(
     it is that of whole sequences, where it is computed in parts; otherwise it has a part's share of the loss."""
     everyone = call is Call.EVALUATE_TOGETHER
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
-    first = engine.place.pipeline * len(microbatches) if everyone else 0
+    first = engine.context.replica * len(microbatches) if everyone else 0
     prepared = engine.prepare(microbatches, sizes, first, criterion, in_parts=in_parts)
     if everyone:
         refuse_without_loss(engine.split.model, prepared)
     sequences = engine.parts.sequences if in_parts else None
-    # Pipelines that share sequences evaluate together; if these are all of them, one roll call is that of all.
-    together = everyone or (sequences is not None and engine.layout.num_replicas == 1)
+    among = Among.ALL if everyone else Among.BATCH  # pipelines that share sequences evaluate together
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
         with (
-            engine.together(call, settings, together, partial(described, inputs, sizes)) as said,
+            engine.together(call, settings, among, partial(described, inputs, sizes)) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1

@@ -172,9 +172,9 @@ def form_parts(
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
         share_values()
-        # A shuffle without a seed then draws the same order on all ranks of a pipeline: they need the same batches.
+        # A shuffle without a seed then draws the same order on all ranks that need the same batches.
         if first is None:
-            adopt_random_state(context.pipeline_ranks[0], groups.model_parallel_control, device)
+            adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
         else:  # a re-formation: the ranks that come new go on from one that was there
             adopt_random_state(first, groups.world_control, device)
 

@@ -37,9 +37,6 @@ class SequenceParts(Protocol):
         """Of the inputs of whole sequences those of this rank's part. Raises what says why they cannot be cut, alike on
         all ranks."""
 
-    def differ(self, number: int) -> bool:
-        """Whether the pipelines that share these sequences have different numbers. Their ranks call this together."""
-
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the parts. The last stages' ranks call this together."""
 

@@ -24,7 +24,6 @@ from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.rollcall import Answers, RollCall, Summary
 from penstock.runtime.comm.settings import (
     BatchInWords,
-    BatchMismatch,
     FrozenParameters,
     Settings,
     SettingsMismatch,
@@ -229,7 +228,7 @@ class Parts:
 
     def shared(self, settings: Settings) -> Summary:
         """What the pipelines compare of a step's or an evaluation's settings."""
-        return partial(settings.shared, self.context.pipeline, self.context.layout)
+        return partial(settings.shared, self.context.pipeline)
 
     def warn_of_equal_batches(self, inputs: Mapping[str, Any]) -> None:
         """Warn, on the first rank, if pipelines were given the same batch. All ranks call this together."""
@@ -258,20 +257,11 @@ class Parts:
             return answers.pipeline
         context, said = self.context, answers.everyone()
         everyone = len(said) == context.layout.world_size
-        differ, of_group = Settings.batches_differ(said, context.layout), False
-        if self.sequences is not None and not everyone:
-            own = Settings(*said[context.rank])
-            of_group = self.sequences.differ(-1 if differ else own.fingerprint ^ own.num_microbatches)
-        if differ:
-            group = context.groups.world_control if everyone else context.groups.model_parallel_control
+        if Settings.batches_differ(said, context.layout):
+            group = context.groups.world_control if everyone else context.groups.batch_control
             ranks = Ranks(group, context.board.guard)
             every = ranks.exchange(batch(), "comparing batches")
             refuse_unlike_batches(dict(zip(ranks.ranks, every, strict=True)), context.layout)
-        if of_group:
-            raise BatchMismatch(
-                "different batches: all ranks of pipelines that share their sequences must be given the same batch "
-                "(see model.data_parallel_rank and _size, or model.prepare_dataloader)"
-            )
         if not Settings.compare(said, context.layout):
             ranks = Ranks(context.groups.world_control, context.board.guard)
             every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.table import Column, Table
 from transformers import PreTrainedModel
 
 from penstock.layout.announce import compact, ranks_of
-from penstock.layout.layout import Layout
+from penstock.layout.layout import Layout, PipelineLayout
 from penstock.layout.pipelines import schedule_maker
 from penstock.modeling.graph.costs import counted_samples, unit_costs
 from penstock.modeling.pipeline_template import balanced_templates
@@ -38,11 +39,19 @@ class LayoutDescription:
 
     model_name: str
     layout: Layout
-    schedules: tuple[Schedule, ...]  # of each pipeline in a step
+    schedules: tuple[Schedule, ...]  # of each pipeline in a step, one for those that share its sequences
     microbatch_size: int
     parameters: Sequence[Sequence[int]] | None = None  # per pipeline and stage; None if no model was at hand
     costs: Mapping[str, float] | None = None  # the relative cost of each unit; None if no model was at hand
     samples: str = "relative"  # for which costs are estimated, in words
+
+    @cached_property
+    def pipelines(self) -> tuple[PipelineLayout, ...]:
+        """One for each batch: where several share its sequences, the first of them."""
+        return tuple(self.layout.of_replica(replica)[0] for replica in range(self.layout.num_replicas))
+
+    def _ranks(self, pipeline: int, stage: int) -> str:
+        return ", ".join(ranks_of(one, stage) for one in self.layout.of_replica(pipeline))
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
@@ -60,10 +69,10 @@ class LayoutDescription:
         return self.num_microbatches[pipeline] / sum(self.num_microbatches)
 
     def __str__(self) -> str:
-        return as_text(self.title, *map(self._table, range(len(self.layout.pipelines))), self.caption)
+        return as_text(self.title, *map(self._table, range(len(self.pipelines))), self.caption)
 
     def _table(self, index: int) -> Table:
-        pipeline, count = self.layout.pipelines[index], self.num_microbatches[index]
+        pipeline, count = self.pipelines[index], self.num_microbatches[index]
         table = Table(
             Column("stage", justify="right"), Column("rank", justify="right"), Column("units", overflow="fold"),
             title=f"pipeline {index}: {count} microbatch{'es' * (count != 1)}, {self.share(index):.1%} of the batch",
@@ -73,17 +82,17 @@ class LayoutDescription:
             table.add_column("parameters", justify="right")
         for stage, units in enumerate(pipeline.stages):
             held = () if self.parameters is None else (f"{self.parameters[index][stage]:,}",)
-            table.add_row(str(stage), ranks_of(pipeline, stage), compact(units), *held)
+            table.add_row(str(stage), self._ranks(index, stage), compact(units), *held)
         return table
 
     def data(self) -> dict[str, Any]:
         pipelines = []
-        for index, pipeline in enumerate(self.layout.pipelines):
+        for index, pipeline in enumerate(self.pipelines):
             stages = []
             for stage, units in enumerate(pipeline.stages):
-                first = pipeline.global_rank(stage)
+                firsts = [part.global_rank(stage) for part in self.layout.of_replica(index)]
                 one: dict[str, Any] = {
-                    "ranks": list(range(first, first + pipeline.tensor_parallel_size)),
+                    "ranks": [first + shard for first in firsts for shard in range(pipeline.tensor_parallel_size)],
                     "units": list(units),
                 }
                 stages.append(one | ({"parameters": self.parameters[index][stage]} if self.parameters else {}))
@@ -106,7 +115,7 @@ class LayoutDescription:
 
     @property
     def title(self) -> str:
-        return f"{self.model_name}: {len(self.layout.pipelines)} pipeline(s) on {self.layout.world_size} rank(s)"
+        return f"{self.model_name}: {len(self.pipelines)} pipeline(s) on {self.layout.world_size} rank(s)"
 
     @property
     def caption(self) -> str:
@@ -120,7 +129,7 @@ class LayoutDescription:
         """A step as the modules' costs predict it, or as if all modules cost the same; without communication."""
         pipelines = []
         costs = self.costs or dict.fromkeys(self.layout.units, 1.0)
-        for pipeline, schedule in zip(self.layout.pipelines, self.schedules, strict=True):
+        for pipeline, schedule in zip(self.pipelines, self.schedules, strict=True):
             stages = [sum(costs[unit] for unit in units) for units in pipeline.stages]
             # Input and weight gradients take about as long as the forward each: the same matrix products.
             pipelines.append((schedule, Costs(forward=stages, backward=stages, weight=stages)))
@@ -135,14 +144,14 @@ class LayoutDescription:
         match = re.search(r'viewBox="0 0 (\d+) (\d+)"', timeline)
         assert match is not None  # gantt_svg always has one
         inner_width, inner_height = int(match[1]), int(match[2])
-        height = TOP + len(self.layout.pipelines) * (ROW + GAP) + 34
+        height = TOP + len(self.pipelines) * (ROW + GAP) + 34
         total_width = max(LEFT + WIDTH + 30, inner_width)
         parts = [
             *svg_head(total_width, height + inner_height, self.title),
             svg_text(LEFT, 24, self.title, size=15, weight="bold"),
             svg_text(LEFT, 44, self.caption, size=12, colour=FAINT),
             *self._segments(height),
-            *(part for index in range(len(self.layout.pipelines)) for part in self._row(index)),
+            *(part for index in range(len(self.pipelines)) for part in self._row(index)),
             timeline.replace("<svg ", f'<svg y="{height:.0f}" ', 1).rstrip("\n"),
             "</svg>",
         ]
@@ -157,7 +166,7 @@ class LayoutDescription:
         return path
 
     def _row(self, index: int) -> Iterator[str]:
-        pipeline, y = self.layout.pipelines[index], TOP + index * (ROW + GAP)
+        pipeline, y = self.pipelines[index], TOP + index * (ROW + GAP)
         count = self.num_microbatches[index]
         yield svg_text(LEFT - 12, y + 18, f"pipeline {index}", size=13, anchor="end", weight="bold")
         share = f"{count} microbatch{'es' * (count != 1)}, {self.share(index):.0%}"
@@ -172,7 +181,7 @@ class LayoutDescription:
                 f"<title>{escape(', '.join(units))}</title></rect>"
             )
             size = "" if self.parameters is None else f", {_short(self.parameters[index][stage])} parameters"
-            rank, number = ranks_of(pipeline, stage), f"{len(units)} unit{'s' * (len(units) != 1)}"
+            rank, number = self._ranks(index, stage), f"{len(units)} unit{'s' * (len(units) != 1)}"
             for line, labels in ((18, (f"rank {rank}", rank)), (34, (number + size, number, str(len(units))))):
                 label = next((text for text in labels if len(text) * LETTER * 12 < width), "")
                 yield svg_text(x + width / 2, y + line, label, size=12, anchor="middle")
@@ -221,7 +230,7 @@ def describe_layout(
     costs: Sequence[float] | None = None,
 ) -> LayoutDescription:
     """What a layout looks like for a whole model. `costs`: of each unit of the layout; None estimates them."""
-    sizes = [stage_sizes(model, pipeline.stages) for pipeline in layout.pipelines]
+    sizes = [stage_sizes(model, layout.of_replica(replica)[0].stages) for replica in range(layout.num_replicas)]
     costs = unit_costs(model, layout.units) if costs is None else costs
     by_unit = dict(zip(layout.units, costs, strict=True))
     return LayoutDescription(

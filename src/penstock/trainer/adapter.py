@@ -82,6 +82,9 @@ class TrainerAdapter:
     def refuse_plugin(self) -> None:
         """Raise ValueError if this trainer cannot train over a plugin's pipelines."""
 
+    def refuse_parts(self) -> None:
+        """Raise NotImplementedError if this trainer cannot train where each pipeline has a part of every sequence."""
+
     def refuse_arguments(self, args: TrainingArguments) -> None:
         """Raise ValueError for arguments that this trainer alone has, and that cannot be used over pipelines. The model
         is not parallelised yet, and no rank waits for another."""
@@ -155,7 +158,7 @@ class TrainerAdapter:
             return inputs
         inputs, engine = self._without_lengths(inputs), self.engine
         wanted = engine.options.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
-        pieces = cut_packed(inputs, wanted, first_microbatch=engine.place.pipeline * wanted)
+        pieces = cut_packed(inputs, wanted, first_microbatch=engine.context.replica * wanted)
         return {**inputs, **pieces}
 
     def _without_lengths(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

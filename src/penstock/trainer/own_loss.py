@@ -30,7 +30,7 @@ from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batc
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, zero_loss
 from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.outputs import NamedOutput, OutputForm
-from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
 from penstock.runtime.inputs import AS_ACCUMULATED
@@ -85,6 +85,12 @@ class OwnLoss(TrainerAdapter):
     def refuse_plugin(self) -> None:
         instead = 'use parallelism={"pipeline_parallel_size": ...}'
         raise not_over_pipelines(f"a HeterogeneousParallelPlugin with {self.name}", instead)
+
+    def refuse_parts(self) -> None:
+        raise NotImplementedError(
+            f"context_parallel_size with a {type(self.trainer).__name__}, which looks at whole sequences itself: train "
+            "with PipelineTrainer or PipelineSFTTrainer"
+        )
 
     def while_made(self) -> AbstractContextManager[None]:
         return with_fused_head_of_stages(type(self.trainer))
@@ -280,7 +286,7 @@ class OutputsOfStep:
         merged = None
         if self._outputs:
             merged = NamedOutput(OUTPUT_FORM, **join_outputs(self._outputs, self._shares, adapter.join_rows))
-        with engine.together(Call.SHARE, everyone=False):
+        with engine.together(Call.SHARE, among=Among.PIPELINE):
             outputs = share_output(merged, engine.context, OUTPUT_FORM)
         whole = adapter.loss_and_figures_of_batch(outputs)
         adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())

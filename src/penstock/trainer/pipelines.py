@@ -152,11 +152,8 @@ class EqualPipelines(Pipelines):
         engine.autocast = halves.get(trainer.accelerator.mixed_precision)
         # As in the plain Trainer, for which a batch is what one process has. Of one in parts no pipeline has the mean.
         engine.own_means = engine.layout.context_parallel_size == 1
-        if not engine.own_means and type(trainer.adapter) is not TrainerAdapter:
-            raise NotImplementedError(
-                f"context_parallel_size with a {type(trainer).__name__}, which looks at whole sequences itself: train "
-                "with PipelineTrainer"
-            )
+        if not engine.own_means:
+            trainer.adapter.refuse_parts()
         PipelineAccelerator.take_over(trainer.accelerator, trainer.model)
 
     def samples_per_step(self, args: TrainingArguments) -> int:

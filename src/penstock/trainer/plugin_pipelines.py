@@ -82,6 +82,8 @@ class PluginPipelines(Pipelines):
     def __init__(self, trainer: Trainer, plugin: HeterogeneousParallelPlugin) -> None:
         super().__init__(trainer)
         self.adapter.refuse_plugin()
+        if plugin.settings.context_parallel_size > 1:
+            self.adapter.refuse_parts()
         self.plugin = plugin
         self.booster = CountingBooster(self)
         self._loader: HeterogeneousDataLoader | None = None

@@ -12,7 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ class Groups:
     `pipeline` and `world` carry tensors of the device; `pipeline_control` and `world_control` are gloo groups for
     objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one), `context_parallel`
-    those that compute the other parts of its sequences; `model_parallel`
-    and `model_parallel_control` are all ranks of the pipeline. `timeout` is how long a transfer may take; by default as
-    in torch's default group. `check` is called before each group is made: what it raises ends the construction, as
-    ranks that have given up must make no groups in the world that comes next. `broadcasts`: over those of `reduction`.
+    those that compute the other parts of its sequences; `model_parallel` and `model_parallel_control` are all ranks of
+    the pipeline, `batch_control` those of all pipelines that take the same batch. `timeout` is how long a transfer may
+    take; by default as in torch's default group. `check` is called before each group is made: what it raises ends the
+    construction, as ranks that have given up must make no groups in the world that comes next. `broadcasts`: over those
+    of `reduction`.
     """
 
     def __init__(
@@ -78,8 +79,13 @@ class Groups:
                 if first <= rank < first + size:
                     self.tensor_parallel = together
         self.context_parallel: dist.ProcessGroup | None = None
+        self.batch_control = self.model_parallel_control
         for replica in range(layout.num_replicas) if layout.context_parallel_size > 1 else ():
-            for ranks in zip(*(pipeline.ranks() for pipeline in layout.of_replica(replica)), strict=True):
+            every = [pipeline.ranks() for pipeline in layout.of_replica(replica)]
+            of_batch = self._new(tuple(chain(*every)), "batch", control=True)
+            if any(rank in ranks for ranks in every):
+                self.batch_control = of_batch
+            for ranks in zip(*every, strict=True):
                 together = self._new(ranks, "context parallel")
                 if rank in ranks:
                     self.context_parallel = together
@@ -143,7 +149,7 @@ class Groups:
         self.reduction = {}
         for name in (
             "world", "world_control", "pipeline", "pipeline_control", "last_stages", "tensor_parallel",
-            "context_parallel", "model_parallel", "model_parallel_control",
+            "context_parallel", "model_parallel", "model_parallel_control", "batch_control",
         ):  # fmt: skip
             setattr(self, name, None)
         destroy_groups(groups, self._aborted)

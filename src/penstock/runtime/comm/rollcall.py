@@ -1,10 +1,11 @@
 """The roll call: before ranks do something together, each says what it is about to do, and under which settings.
 
 It is one small gather on the CPU over the pipeline, and one small maximum over the world of what all must have alike,
-in both signs: its messages do not grow with the world. Only where that differs, or a call asks for what each rank said,
-does everyone hear everyone. Ranks that do different things get an error which says who does what, and nothing is under
-way then: the pipeline stays usable. A rank that an interrupt reaches inside a step, which another has before it, waits
-here, where a signal can still end the wait: it sees what the other one does, is interrupted too, and follows.
+in both signs: its messages do not grow with the world. Pipelines that share their sequences take one over these first.
+Only where that differs, or a call asks for what each rank said, does everyone hear everyone. Ranks that do different
+things get an error which says who does what, and nothing is under way then: the pipeline stays usable. A rank that an
+interrupt reaches inside a step, which another has before it, waits here, where a signal can still end the wait: it sees
+what the other one does, is interrupted too, and follows.
 
 A training step starts its roll call and computes its first forward before it needs the answer.
 """
@@ -75,31 +76,48 @@ class Call(Enum):
 CALLS = tuple(Call)
 
 
+class Among(Enum):
+    """Whose ranks make a call together: this pipeline's, those of the pipelines that take the same batch (as they share
+    its sequences), or all pipelines'."""
+
+    PIPELINE = "pipeline"
+    BATCH = "batch"
+    ALL = "all"
+
+
 class CallMismatch(RuntimeError):
     """The ranks did different things: every rank must make the same calls in the same order."""
 
 
 class RollCall:
-    """This rank's voice in the roll calls of its pipeline and of the world. `own_group`, `world_group`: the numbers of
-    their groups; None where there is nobody else, or where the world is this pipeline."""
+    """This rank's voice in the roll calls of its pipeline, of those that take the same batch, and of the world.
+    `own_group`, `batch_group`, `world_group`: the numbers of their groups; None where there is nobody else, or nobody
+    but this pipeline."""
 
     def __init__(self, context: RankContext):
-        pipeline, world = context.groups.model_parallel_control, context.groups.world_control
-        groups = [group for group in dict.fromkeys((pipeline, world)) if dist.get_world_size(group) > 1]
+        made = context.groups
+        pipeline, batch, world = made.model_parallel_control, made.batch_control, made.world_control
+        groups = [group for group in dict.fromkeys((pipeline, batch, world)) if dist.get_world_size(group) > 1]
         self._groups: list[dist.ProcessGroup] = groups
         self.ranks = [dist.get_process_group_ranks(group) for group in groups]
         self.own_group = groups.index(pipeline) if pipeline in groups else None
+        self.batch_group = groups.index(batch) if batch in groups and batch != pipeline else None
         self.world_group = groups.index(world) if world in groups and world != pipeline else None
         self.rank, self.board, self.interrupts = context.rank, context.board, context.interrupts
         context.board.on_abort(self._groups.clear)
 
     def begin(
-        self, call: Call, facts: Sequence[int] = (), everyone: bool = True, shared: Summary | None = None
+        self, call: Call, facts: Sequence[int] = (), among: Among = Among.ALL, shared: Summary | None = None
     ) -> PendingRollCall:
-        """Say that this rank is about to make `call`, as all pipelines do (`everyone`) or this one alone; `facts` are
-        numbers to hand to the others, `shared` what must be the same in all pipelines (see `Answers.alike`)."""
+        """Say that this rank is about to make `call`, as others do; `facts` are numbers to hand to them, `shared` what
+        must be the same in their pipelines (see `Answers.alike`)."""
         assert len(facts) <= MAX_FACTS, f"{len(facts)} facts: raise MAX_FACTS"
-        return PendingRollCall(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], everyone, shared)
+        return PendingRollCall(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], self._beyond(among), shared)
+
+    def _beyond(self, among: Among) -> list[int]:
+        """The groups over which a call is compared once this pipeline agrees, from the smallest on."""
+        wanted = {Among.PIPELINE: (), Among.BATCH: (self.batch_group,), Among.ALL: (self.batch_group, self.world_group)}
+        return [number for number in dict.fromkeys(wanted[among]) if number is not None]
 
     def alive(self, number: int) -> dist.ProcessGroup:
         if not self._groups:
@@ -111,8 +129,17 @@ class RollCall:
         return self.board.guard(f"beginning {call}", self.ranks[number])
 
 
-# Of what this pipeline's ranks said: what must be the same in all pipelines, and whether something is wrong in it.
-Summary = Callable[[Mapping[int, Sequence[int]]], tuple[Sequence[int], bool]]
+class Shared(NamedTuple):
+    """What must be the same in all pipelines, what besides in those that take the same batch, and whether something is
+    wrong in this one."""
+
+    everywhere: Sequence[int] = ()
+    of_batch: Sequence[int] = ()
+    wrong: bool = False
+
+
+# What this pipeline's ranks said, summed up.
+Summary = Callable[[Mapping[int, Sequence[int]]], Shared]
 
 
 class RollCallAnswer(NamedTuple):
@@ -137,18 +164,18 @@ class Answers:
 class PendingRollCall:
     """A roll call that has begun."""
 
-    def __init__(self, roll_call: RollCall, call: Call, facts: list[int], everyone: bool, shared: Summary | None):
+    def __init__(
+        self, roll_call: RollCall, call: Call, facts: list[int], beyond: Sequence[int], shared: Summary | None
+    ):
         self._roll_call = roll_call
         self._call = call
         self._facts = facts
         self._shared = shared
         self._given_up = False
-        self._own = roll_call.own_group
-        self._world = roll_call.world_group if everyone else None
+        self._own, self._beyond = roll_call.own_group, beyond
         # What is under way of the first round.
         self._gathering = None if self._own is None else self._gather(self._own)
-        alone = self._own is None and self._world is not None
-        self._comparing = self._maximum(self._me()) if alone else None
+        self._comparing = self._maximum(beyond[0], self._me()) if self._own is None and beyond else None
 
     def wait(self) -> Answers:
         """What the ranks say, once all of them make this call. If they do not, raises CallMismatch on every rank, or
@@ -158,18 +185,22 @@ class PendingRollCall:
             said = self._me()
             if self._own is not None:
                 said, self._gathering = self._gathered(self._own, self._gathering or self._gather(self._own)), None
-            agreed, alike = _agreed(said), False
+            agreed, alike, unlike = _agreed(said), bool(self._beyond), None
             given_up = any(theirs.given_up for theirs in said.values())
-            if agreed and self._world is not None:
-                agreed, given_up, alike = self._compared(self._comparing or self._maximum(said))
-                self._comparing = None
+            for number in self._beyond if agreed else ():
+                under_way, self._comparing = self._comparing or self._maximum(number, said, not alike), None
+                agreed, given_up, same = self._compared(number, under_way)
+                alike = alike and same
+                if not agreed:
+                    unlike = number
+                    break
             if agreed:
                 return Answers(_facts(said), alike, partial(self._ask_all, said))
             # Nothing is under way, so a signal may end this call here.
             self._roll_call.interrupts.deliver()
             if given_up:
-                if _agreed(said) and self._world is not None:
-                    said = self._gathered(self._world, self._gather(self._world))
+                if unlike is not None:
+                    said = self._gathered(unlike, self._gather(unlike))
                 raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in said.items()}))
             deadline = deadline or time.monotonic() + PATIENCE
             self._given_up = time.monotonic() > deadline
@@ -180,7 +211,7 @@ class PendingRollCall:
         return {self._roll_call.rank: RollCallAnswer(CALLS.index(self._call), int(self._given_up), self._facts)}
 
     def _ask_all(self, said: Mapping[int, RollCallAnswer]) -> Mapping[int, Sequence[int]]:
-        return _facts(said if self._world is None else self._gathered(self._world, self._gather(self._world)))
+        return _facts(self._gathered(self._beyond[-1], self._gather(self._beyond[-1])) if self._beyond else said)
 
     # Groups go by their number here, and a transfer that failed is let go of: whoever refers to one keeps its
     # connections open, on which neighbours may wait.
@@ -199,22 +230,25 @@ class PendingRollCall:
         answers = zip(ranks, numbers, strict=True)
         return {rank: RollCallAnswer(call, gone, facts) for rank, (call, gone, *facts) in answers}
 
-    def _maximum(self, said: Mapping[int, RollCallAnswer]) -> tuple[dist.Work, torch.Tensor]:
-        """Over all pipelines, of what the ranks of this one said: the call and what must be alike, in both signs."""
-        assert self._world is not None
-        group = self._roll_call.alive(self._world)
-        shared, wrong = ((), False) if self._shared is None else self._shared(_facts(said))
-        assert len(shared) <= MAX_SHARED, f"{len(shared)} shared facts: raise MAX_SHARED"
-        numbers = [CALLS.index(self._call), *shared, *[0] * (MAX_SHARED - len(shared))]
-        most = torch.tensor([*numbers, *(-one for one in numbers), self._given_up, wrong], dtype=torch.int64)
-        with self._roll_call.guard(self._world, self._call):
+    def _maximum(
+        self, number: int, said: Mapping[int, RollCallAnswer], wrong: bool = False
+    ) -> tuple[dist.Work, torch.Tensor]:
+        """Over a group's pipelines, of what the ranks of this one said: the call and what must be alike, in both signs.
+        `wrong`: whether pipelines that take the same batch differ."""
+        group = self._roll_call.alive(number)
+        shared = Shared() if self._shared is None else self._shared(_facts(said))
+        told = [*shared.everywhere, *(shared.of_batch if number == self._roll_call.batch_group else ())]
+        assert len(told) <= MAX_SHARED, f"{len(told)} shared facts: raise MAX_SHARED"
+        numbers = [CALLS.index(self._call), *told, *[0] * (MAX_SHARED - len(told))]
+        flags = self._given_up, wrong or shared.wrong
+        most = torch.tensor([*numbers, *(-one for one in numbers), *flags], dtype=torch.int64)
+        with self._roll_call.guard(number, self._call):
             return group.allreduce([most], dist.ReduceOp.MAX), most
 
-    def _compared(self, under_way: tuple[dist.Work, torch.Tensor]) -> tuple[bool, bool, bool]:
+    def _compared(self, number: int, under_way: tuple[dist.Work, torch.Tensor]) -> tuple[bool, bool, bool]:
         """Whether all make the same call, whether a rank has given up, and whether all that must be alike is."""
         work, most = under_way
-        assert self._world is not None
-        self._finish(self._world, work)
+        self._finish(number, work)
         *both, given_up, wrong = most.tolist()
         alike = [high == -low for high, low in zip(both[: MAX_SHARED + 1], both[MAX_SHARED + 1 :], strict=True)]
         return alike[0], bool(given_up), all(alike) and not wrong

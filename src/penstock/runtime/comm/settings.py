@@ -17,6 +17,7 @@ from torch import nn
 
 from penstock.layout.layout import Layout, PipelineLayout
 from penstock.runtime.boundary.p2p import DTYPES
+from penstock.runtime.comm.rollcall import Shared
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import ranks_in_words
 from penstock.runtime.gradients.holders import HeldParameter
@@ -64,21 +65,17 @@ class Settings(NamedTuple):
     frozen_whole: int = 0
     trainable: int = 0
 
-    def shared(
-        self, pipeline: PipelineLayout, layout: Layout, said: Mapping[int, Sequence[int]]
-    ) -> tuple[list[int], bool]:
-        """What all pipelines must have alike (the batch, too, if all share their sequences), and whether something is
-        wrong in this rank's own, or cannot be told so (a `Summary`). If all is alike and nothing wrong, `compare` and
-        `batches_differ` find nothing."""
+    def shared(self, pipeline: PipelineLayout, said: Mapping[int, Sequence[int]]) -> Shared:
+        """What all pipelines must have alike, and those that share their sequences, and whether something is wrong in
+        this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` and `batches_differ` find
+        nothing."""
         every = {rank: Settings(*facts) for rank, facts in said.items()}
         batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in every.values()}
         frozen = _frozen_in(pipeline, every)
         (apart, whole), *others = frozen
-        # Several groups of pipelines that share sequences: each group has another batch.
-        untold = layout.context_parallel_size > 1 and layout.num_replicas > 1
-        wrong = len(batches) > 1 or apart != 0 or bool(others) or untold
-        batch = [self.fingerprint ^ self.num_microbatches] if layout.num_replicas == 1 else []
-        return [self.autocast, self.modes, self.loss_scale, self.reduces, whole, *batch], wrong
+        wrong = len(batches) > 1 or apart != 0 or bool(others)
+        everywhere = self.autocast, self.modes, self.loss_scale, self.reduces, whole
+        return Shared(everywhere, [self.fingerprint ^ self.num_microbatches], wrong)
 
     @staticmethod
     def batches_differ(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:

@@ -63,16 +63,19 @@ class TokenMetrics:
             logits = logits.full_tensor()
         samples = torch.tensor(float(len(logits)), dtype=torch.float64, device=logits.device)
         weighed = torch.zeros_like(samples) if routers is None else routers.detach().to(samples) * samples
-        sums = torch.cat([token_sums(logits, inputs["labels"]), torch.stack([weighed, samples])])
+        sums = torch.cat([token_sums(logits, following_labels(inputs)), torch.stack([weighed, samples])])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def note(self) -> None:
         """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
         trainer = self._trainer
-        own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
         engine, state = trainer.pipelines.engine, trainer.accelerator.gradient_state
-        every = torch.zeros(len(engine.layout.pipelines), len(own), dtype=torch.float64)
-        every[engine.place.pipeline] = torch.tensor(own, dtype=torch.float64)
+        layout, pipeline = engine.layout, engine.place.pipeline
+        own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
+        if layout.part_of(pipeline):  # all parts were given the tokens
+            own[-1] = 0.0
+        every = torch.zeros(layout.num_replicas, len(own), dtype=torch.float64)
+        every[layout.replica_of(pipeline)] = torch.tensor(own, dtype=torch.float64)
         every = torch.tensor(engine.sum_over_pipelines(every.flatten().tolist()), dtype=every.dtype).view(every.shape)
         if state.end_of_dataloader and state.remainder > 0:
             every = every[: state.remainder]  # as accelerate does, of what fills up the last batches
@@ -88,13 +91,20 @@ class TokenMetrics:
             metrics["aux_loss"].append(routers / samples)
 
 
-def token_sums(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def following_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Of each token the label of the one that follows. In a part of a sequence they were shifted before it was cut."""
+    if (shifted := inputs.get("shift_labels")) is not None:
+        return shifted
+    return torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+def token_sums(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """Over the tokens that have a label: the entropy of their prediction, whether it is right, and 1, summed up in
-    float64, shape (3,). `logits`: (samples, tokens, vocabulary), of the token that follows."""
+    float64, shape (3,). `logits`: (samples, tokens, vocabulary), of the token that follows; `following`: its label."""
     sums = torch.zeros(3, dtype=torch.float64, device=logits.device)
     count = max(1, PART // logits.shape[-1])
     with torch.no_grad():
-        following = torch.nn.functional.pad(labels.to(logits.device)[:, 1:], (0, 1), value=IGNORED)
+        following = following.to(logits.device)
         if isinstance(logits, ChunkedLogits):
             rows: Iterable[torch.Tensor] = logits.in_parts(count)
         else:
