@@ -21,9 +21,8 @@ from tests.support.training import EXACT, in_turn, kept_in_double
 
 # A family, pipelines as stages x microbatches, each of them twice, and options.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "1x2,2x2", {}),
-    ("gpt2", "1x1,2x3", {"max_norm": 0.5, "by_hand": True, "schedule": "zb-h1"}),
-    ("gpt2", "1x2,2x3", {"max_norm": 0.5, "loss_chunk_tokens": 5}),
+    ("llama", "1x1,2x2", {"by_hand": True, "schedule": "zb-h1"}),
+    ("gpt2", "1x1,2x1", {"max_norm": 0.5, "loss_chunk_tokens": 5}),
 ]
 
 
@@ -55,9 +54,14 @@ def evaluate_and_describe() -> tuple[float, torch.Tensor, dict[str, Any], str, l
             model.eval()
             seen = booster.execute_pipeline(iter(loader), model, return_outputs=True)
         kept: list[torch.Tensor] = []
-        model.train().transformer.drop.register_forward_hook(lambda _, __, output: kept.append(output != 0))
+
+        def note(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            if not output.is_meta:  # as in a trace
+                kept.append(output != 0)
+
+        model.train().transformer.drop.register_forward_hook(note)
         booster.execute_pipeline(iter(loader), model)
-    return seen["loss"].item(), seen["outputs"].logits, described.data(), str(described), kept
+    return seen["loss"].item(), seen["outputs"].logits, described.data(), str(described), kept[-1:]
 
 
 @pytest.mark.slow

@@ -55,7 +55,9 @@ def evaluate_together(
     output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
     pipeline without any microbatch. All pipelines call this together."""
     with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joins=share_outputs) as (output, form):
-        own = torch.zeros((), device=engine.device) if output is None else output.loss.detach()
+        # Of outputs that are joined each part has the whole loss.
+        counts = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
+        own = output.loss.detach() if counts and output is not None else torch.zeros((), device=engine.device)
         engine.parts.totals.start(own.to(torch.float64))
         loss, _ = engine.parts.totals.finish()
         return float(loss), share_output(output, engine.context, form) if share_outputs else output

@@ -93,7 +93,8 @@ class TokenMetrics:
 
 def following_labels(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Of each token the label of the one that follows. In a part of a sequence they were shifted before it was cut."""
-    if (shifted := inputs.get("shift_labels")) is not None:
+    shifted: torch.Tensor | None = inputs.get("shift_labels")
+    if shifted is not None:
         return shifted
     return torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
 
