@@ -114,7 +114,7 @@ def in_groups(
     """A rank's results in so many groups, and why any of them was not."""
     model = parallel(build(family), num_ranks, schedule)
     found = with_states(model, family, cases, size, generation_groups=groups)
-    return found, sorted(decoding_of(model.pipeline).told)
+    return found, sorted(decoding_of(model.pipeline).logged_reasons)
 
 
 # Options with which a batch stays in one group.

@@ -50,7 +50,7 @@ def walk(splits: Sequence[SplitModel], inputs: Sequence[Mapping[str, Any]], call
         call, handed = calls and calls[stage], [()]
         plan = part.plan(inputs[stage], call)
         digests.add(plan.digest)
-        output = part.walk(plan, stage, inputs[stage], values, call=call, hand_over=handed.append)
+        output = part.run_to_end(plan, stage, inputs[stage], values, call=call, hand_over=handed.append)
         values = handed[-1]
         assert output is not None
     assert len(digests) == 1

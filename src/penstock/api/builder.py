@@ -100,14 +100,15 @@ def form(
     """
     agree(model, facts, board)
     ranks = world_ranks(board)
-    found = _find(model, units, ranks, loss_in_chunks)
-    planned = plan(found, ranks)
+    units_and_costs = _find(model, units, ranks, loss_in_chunks)
+    planned = plan(units_and_costs, ranks)
     planned = replace(planned, options=_with_found_dims(model, planned.options, ranks))
     if ranks.rank == 0:
         announce(planned.announcement(model))
     if make is not None:
         model = mark_packed(make(planned.layout, ranks))
-    return build(model, planned, board, configuration=configuration, criterion=criterion, functions=found.functions)
+    functions = units_and_costs.functions
+    return build(model, planned, board, configuration=configuration, criterion=criterion, functions=functions)
 
 
 def agree(model: nn.Module, facts: Mapping[str, Any], board: FailureBoard) -> None:
@@ -147,22 +148,22 @@ def settled(schedule: Asked, model: nn.Module) -> Asked | str:
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:
-    found: list[tuple[list[str], ShapeFunctions]] = []
+    found: list[tuple[list[str], ShapeFunctions]] = []  # on this rank
 
     def find() -> tuple[list[float], float | None]:
         given = units and (list(units), ShapeFunctions({name: model.get_submodule(name) for name in units}))
         found.append(given or units_and_functions(model))
-        known, functions = found[0]
+        names, functions = found[0]
         costs = []
         if ranks.rank == 0:
-            costs = unit_costs(model, known, loss_in_chunks=loss_in_chunks, functions=functions)
+            costs = unit_costs(model, names, loss_in_chunks=loss_in_chunks, functions=functions)
         return costs, device_memory()
 
-    every = ranks.together("finding the model's units and their costs", find)
-    known, functions = found[0]
-    ranks.alike(known, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
-    limits = [limit for _, limit in every if limit is not None]
-    return UnitsAndCosts(known, every[0][0], min(limits, default=None), functions)
+    by_rank = ranks.together("finding the model's units and their costs", find)
+    names, functions = found[0]
+    ranks.alike(names, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
+    limits = [limit for _, limit in by_rank if limit is not None]
+    return UnitsAndCosts(names, by_rank[0][0], min(limits, default=None), functions)
 
 
 def _with_found_dims(model: nn.Module, options: EngineOptions, ranks: Ranks) -> EngineOptions:

@@ -52,7 +52,7 @@ class TokenChoice:
             self.config = generation_config
             decoding.group.tokens_only = self._tokens_only(generation_config)
             processors = original(generation_config, *args, **kwargs)
-            return LogitsProcessorList() if decoding.group.tokens_only and not decoding.chooses else processors
+            return LogitsProcessorList() if decoding.group.tokens_only and not decoding.chooses_tokens else processors
 
         return get_logits_processor
 
@@ -67,7 +67,7 @@ class TokenChoice:
                 own = any(rank[0] for rank in decoding.gather([own]))
             if own:
                 criteria = SharedCriteria(criteria, decoding)
-            return AfterTokens(criteria, decoding) if decoding.group.tokens_only else criteria
+            return CriteriaOnChosenTokens(criteria, decoding) if decoding.group.tokens_only else criteria
 
         return get_stopping_criteria
 
@@ -83,7 +83,7 @@ class SharedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # a library w
         return self._decoding.any(super().__call__(input_ids, scores, **kwargs))
 
 
-class AfterTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
+class CriteriaOnChosenTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
     """Stopping criteria that see the tokens chosen on the last stage, and put them in their place.
 
     They are called once the loop has appended what it chose.
@@ -95,7 +95,7 @@ class AfterTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library with
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         tokens = self._decoding.tokens(input_ids[:, -1])
-        if not self._decoding.chooses:
+        if not self._decoding.chooses_tokens:
             input_ids[:, -1] = tokens
         stop: torch.Tensor = self._criteria(input_ids, scores, **kwargs)
         return stop

@@ -1,7 +1,7 @@
 """Single forwards through all stages of one pipeline, with the result on every rank: what generation runs on.
 
-Every rank runs the same code, such as generate(), and walks each forward whole. A stage receives its values when the
-walk first needs them, sends its own as soon as they are there, and walks to the end with placeholders; then the last
+Every rank runs the same code, such as generate(), and runs each forward to its end. A stage receives its values when
+the forward first needs them, sends its own as soon as they are there, and goes on with placeholders; then the last
 stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
 the random state, decisions, errors.
 
@@ -119,7 +119,8 @@ class Decoding:
 
     Attributes:
         ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
-        chooses: whether this rank holds the last stage.
+        chooses_tokens: whether this rank holds the last stage.
+        logged_reasons: why batches were not decoded in groups, as far as the log says so.
         running: whether a session is open; a generate() called inside it is part of it.
         inside: whether a forward is being planned or run, so that the model's inner calls are its own.
         every_position: whether the logits of all positions are wanted on all ranks, not of the last position only.
@@ -134,8 +135,8 @@ class Decoding:
         begin: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.rank, self.ranks = context.rank, context.pipeline_ranks
-        self.told: set[str] = set()
-        self.chooses = context.holds_output
+        self.logged_reasons: set[str] = set()
+        self.chooses_tokens = context.holds_output
         self.running = False
         self.inside = False
         self.every_position = False
@@ -292,7 +293,7 @@ class Decoding:
         except (Exception, LoopStopped) as error:
             spec = self.group.token
             ends_here = self._board.failed is not None or (self._turns is not None and self._turns.interrupted)
-            if spec is not None and self.chooses and not ends_here and self._device.type == "cpu":
+            if spec is not None and self.chooses_tokens and not ends_here and self._device.type == "cpu":
                 with after(error):
                     self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
@@ -334,20 +335,20 @@ class Decoding:
             stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
         """
         inputs = inputs if call is not None else {**self._unread, **inputs}
-        choosing = self.group.tokens_only and call is None
+        tokens_only = self.group.tokens_only and call is None
         plan = self._plan(inputs, call)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
-        parts = self._walk(plan, [inputs] if prefill is None else prefill.parts, call)
+        parts = self._run_stages(plan, [inputs] if prefill is None else prefill.parts, call)
         with self._board.guard("exchanging values in generation", self.ranks):
             output = _whole_output([part.output for part in parts], prefill)
-            leaves, structure = self._shared_fields(output, inputs, choosing)
-            expected = self._offer(leaves, plan, choosing)
-            if choosing:
+            leaves, structure = self._shared_fields(output, inputs, tokens_only)
+            expected = self._offer(leaves, plan, tokens_only)
+            if tokens_only:
                 self._expect_tokens(output)
             # What is older has arrived: its answer is here.
             self._channels.flush(keep=len(self.groups) * len(parts))
-        if not self.chooses:
-            self._pass_on(self._forwards.visits[0][0])
+        if not self.chooses_tokens:
+            self._yield_turn(self._forwards.stage_runs[0][0])
         if self._turns is not None and self._turns.error is not None:
             raise LoopStopped
         if expected is not None:
@@ -371,18 +372,18 @@ class Decoding:
             self._compare(plan)
         return plan
 
-    def _walk(
+    def _run_stages(
         self, plan: DataflowPlan, inputs: Sequence[Mapping[str, Any]], call: Callable[..., Any] | None
     ) -> list[Forward]:
         """Run the stages of this rank, each when its group is due, on each part of the prompts in turn."""
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in inputs]
-        for visit in self._forwards.visits:
-            self._pass_on(visit[0])
+        for stages in self._forwards.stage_runs:
+            self._yield_turn(stages[0])
             with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
                 self.inside = True
                 try:
-                    for stage, part in product(visit, parts):
+                    for stage, part in product(stages, parts):
                         self._forwards.run(part, stage, call)
                 finally:
                     self.inside = False
@@ -394,8 +395,8 @@ class Decoding:
 
         The ranks meet here, each when its first stage is due; see `in_turns`. One that has the last stage, too, comes
         as soon as tokens are chosen, and lets others go first, which may compare the plan meanwhile."""
-        if self.chooses and len(self._context.stages) > 1:
-            self._pass_on(self._forwards.visits[0][0])
+        if self.chooses_tokens and len(self._context.stages) > 1:
+            self._yield_turn(self._forwards.stage_runs[0][0])
         if len(self.ranks) > 1 and plan.digest not in self._compared:
             every = self.gather([plan.checksum])
             compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, every, strict=True)})
@@ -405,7 +406,7 @@ class Decoding:
         """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen. `chosen`: these
         tokens there, shape (samples,); of no meaning on other ranks."""
         group = self.group
-        if self.chooses:
+        if self.chooses_tokens:
             self._give(chosen)
             return chosen
         expected, group.expected, group.token = group.expected, None, None
@@ -421,7 +422,7 @@ class Decoding:
         """Tokens are due for the last position of the output's logits, which no other rank needs."""
         group, logits = self.group, output["logits"]
         group.token = TensorSpec((logits.shape[0],), torch.int64)
-        if self.chooses:
+        if self.chooses_tokens:
             self._due.append(group.token)
         else:
             output["logits"] = torch.zeros((logits.shape[0], 1, 1), dtype=logits.dtype, device=logits.device)
@@ -436,11 +437,11 @@ class Decoding:
         group.token = None
         self._due.popleft()
 
-    def _pass_on(self, stage: int) -> None:
+    def _yield_turn(self, stage: int) -> None:
         """Let other groups go first that are due here before this group is on `stage`, in a forward that it has begun
         or, after that, in its next one."""
         if self._turns is not None:
-            self._turns.pass_on(self._clock.time(self.group.forwards, self.number, stage))
+            self._turns.yield_until(self._clock.time(self.group.forwards, self.number, stage))
 
     def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
         """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
@@ -449,7 +450,7 @@ class Decoding:
     # -- the result ------------------------------------------------------------------------------------------------
 
     def _shared_fields(
-        self, output: Any, inputs: Mapping[str, Any], choosing: bool
+        self, output: Any, inputs: Mapping[str, Any], tokens_only: bool
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """The leaves of those fields of an output that every rank needs, and how they are put together."""
         encoded = inputs.get("encoder_outputs") is not None  # known everywhere, since it was given
@@ -459,23 +460,23 @@ class Decoding:
             if value is not None
             and not isinstance(value, Cache)
             and not (encoded and name.startswith("encoder_"))
-            and not (choosing and name == "logits")
+            and not (tokens_only and name == "logits")
         }
         logits = fields.get("logits")
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and not self.every_position:
             fields["logits"] = logits[:, -1:]
         return pytree.tree_flatten(fields)
 
-    def _offer(self, leaves: Sequence[Any], plan: DataflowPlan, choosing: bool) -> ExpectedMessage | None:
+    def _offer(self, leaves: Sequence[Any], plan: DataflowPlan, tokens_only: bool) -> ExpectedMessage | None:
         """Send the last stage's tensors to the other ranks, whose own are placeholders of the same shapes."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors or not self._results.needed:
             return None
         key = (plan.digest, torch.is_autocast_enabled(self._device.type), *(tensor.shape for tensor in tensors))
-        if self.chooses:
-            self._results.give(tensors, None if choosing else key)
+        if self.chooses_tokens:
+            self._results.give(tensors, None if tokens_only else key)
             return None
-        return self._results.expect(len(tensors), None if choosing else key)
+        return self._results.expect(len(tensors), None if tokens_only else key)
 
 
 def _whole_output(outputs: Sequence[Any], prefill: Prefill | None) -> Any:

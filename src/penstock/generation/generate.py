@@ -29,7 +29,7 @@ from penstock.generation.choosing import RowsOfBatch, TokenChoice
 from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.loss import Criterion, loss_by
-from penstock.modeling.instrumentation import OnAnotherStage, called_as
+from penstock.modeling.instrumentation import OnAnotherStage, calls_redirected
 from penstock.modeling.placeholders.caches import past_length
 from penstock.modeling.stage.outputs import output_with_loss
 from penstock.runtime.gradients.gradients import autocast
@@ -69,7 +69,7 @@ def generate(
     decoding = decoding_of(model.pipeline)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with decoding.session(), called_as(model, decoding.forward):
+    with decoding.session(), calls_redirected(model, decoding.forward):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         of_streamers, of_criteria = _compare(arguments, options, decoding)
@@ -118,8 +118,8 @@ def _run(
 ) -> Any:
     """The generation, in `number` groups of a batch of `size`."""
     decoding, device = decoding_of(model.pipeline), model.pipeline.device
-    choosing = TokenChoice(model, decoding, watched)
-    with _over_stages(model, decoding, choosing):
+    token_choice = TokenChoice(model, decoding, watched)
+    with _over_stages(model, decoding, token_choice):
         if number == 1:
             (result,) = decoding.in_groups([partial(original, **arguments)])
         else:
@@ -131,12 +131,12 @@ def _run(
                 loops = [partial(rows.within, loop) for rows, loop in zip(drawing, loops, strict=True)]
             with groups.said_once():
                 results = decoding.in_groups(loops)
-            assert choosing.config is not None
-            result = groups.join(results, choosing.config)
+            assert token_choice.config is not None
+            result = groups.join(results, token_choice.config)
             longest = max(drawing, key=lambda rows: rows.num_draws, default=None)
             if longest is not None and longest.num_draws:
                 longest.adopt()
-    if choosing.config is not None and choosing.config.do_sample and decoding.groups[0].tokens_only:
+    if token_choice.config is not None and token_choice.config.do_sample and decoding.groups[0].tokens_only:
         decoding.adopt_random_state()  # the rank that chooses has drawn alone
     return result
 
@@ -217,7 +217,7 @@ def _described(value: Any) -> Any:
 
 
 @contextmanager
-def _over_stages(model: Any, decoding: Decoding, choosing: TokenChoice) -> Iterator[None]:
+def _over_stages(model: Any, decoding: Decoding, token_choice: TokenChoice) -> Iterator[None]:
     """For the duration, route what generate() calls besides the model itself over the stages."""
     with ExitStack() as restoring:
 
@@ -228,8 +228,8 @@ def _over_stages(model: Any, decoding: Decoding, choosing: TokenChoice) -> Itera
 
         for owner, name in _entries_of_generation(model):
             replace(owner, name, _over_all_stages(decoding, getattr(owner, name)))
-        replace(model, "_get_logits_processor", choosing.processors(model._get_logits_processor))
-        replace(model, "_get_stopping_criteria", choosing.criteria(model._get_stopping_criteria))
+        replace(model, "_get_logits_processor", token_choice.processors(model._get_logits_processor))
+        replace(model, "_get_stopping_criteria", token_choice.criteria(model._get_stopping_criteria))
         # A compiled forward would capture the messages between the stages.
         replace(model, "_valid_auto_compile_criteria", lambda *args, **kwargs: False)
         yield

@@ -93,9 +93,9 @@ def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watc
         reason = f"it has fewer than {LEAST_SAMPLES} samples for each of {num_ranks} ranks"
     if reason is None:
         return number, size
-    told = decoding_of(pipeline).told
-    if pipeline.rank == 0 and reason not in told:  # the log is one rank's, also with several pipelines
-        told.add(reason)
+    logged = decoding_of(pipeline).logged_reasons
+    if pipeline.rank == 0 and reason not in logged:  # the log is one rank's, also with several pipelines
+        logged.add(reason)
         logger.info("generate() decodes the batch in one group, so that one stage works at a time: %s", reason)
     return 1, size
 

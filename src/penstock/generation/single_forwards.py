@@ -54,15 +54,15 @@ class Forward:
 
 class SingleForwards:
     """Runs single forwards over the stages of one rank. `seed`: of the dropout of the last forward; None before the
-    first one of a generation. `visits`: this rank's stages, by which of them follow one another without another rank's
-    in between."""
+    first one of a generation. `stage_runs`: this rank's stages, in lists of those that follow one another without
+    another rank's in between."""
 
     def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
         self._split, self._channels, self._device = split, channels, context.device
         self._own_stages = own = context.stages
         runs = groupby(enumerate(own), lambda numbered: numbered[1] - numbered[0])
-        self.visits = [[stage for _, stage in run] for _, run in runs]
+        self.stage_runs = [[stage for _, stage in run] for _, run in runs]
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.
         self._below, self._above = (
@@ -108,10 +108,10 @@ class SingleForwards:
         self._ask(begun, stage)
         expected, handed = begun.incoming.get(stage), begun.handed
         with label(f"F stage {stage}"):
-            # Received when the walk first needs it, sent as soon as it is there; and the walk goes on to the end.
+            # Received when the forward first needs it, sent as soon as it is there; and the forward goes on to its end.
             receive = (lambda: handed) if expected is None else partial(self._below[stage].take, expected)
             received = _PendingValues(len(plan.boundaries[stage - 1]) if stage else 0, receive)
-            output = self._split.walk(
+            output = self._split.run_to_end(
                 plan,
                 stage,
                 begun.inputs if caches is None else caches.inputs(stage),
@@ -121,9 +121,9 @@ class SingleForwards:
                 call=call,
                 hand_over=partial(setattr, begun, "handed") if above is None else partial(begun.send, above),
             )
-            received.values()  # also what the walk had no use for
+            received.values()  # also what the forward had no use for
         if caches is not None:
-            caches.walked(stage, output)
+            caches.take(stage, output)
         if stage == self._own_stages[-1]:
             begun.output = output
         else:
@@ -196,11 +196,11 @@ def _limits(cache: Cache) -> Hashable:
 
 
 class StageCaches:
-    """One cache of keys and values for a rank that holds several stages; the last stage's walk is the one that counts.
+    """One cache of keys and values for a rank that holds several stages; the last stage's forward counts.
 
-    Such a rank walks the model once for each of its stages, but every walk lengthens all layers of the cache: its own
-    ones with keys and values, the others so that lengths are right. Of a cache among the inputs each walk is given a
-    view in which only those layers are real that shall outlive it; without one each walk makes a cache of its own.
+    Such a rank runs the model once for each of its stages, but every forward lengthens all layers of the cache: its own
+    ones with keys and values, the others so that lengths are right. Of a cache among the inputs each forward is given a
+    view in which only those layers are real that shall outlive it; without one each forward makes a cache of its own.
     Afterwards the layers of all stages are put together.
     """
 
@@ -212,9 +212,9 @@ class StageCaches:
         self._owner = {layer: stage for growth, stage in growths for layer in growth.layers}
         # With those that have no keys and values, but a convolution's or a recurrence's state.
         self._owner_of_all = self._owner | {layer: stage for growth, stage in growths for layer in growth.state_layers}
-        # All views are made before the first walk: a placeholder must have the cache's length before the forward.
+        # All views are made before the first forward: a placeholder must have the cache's length before it.
         self._views = {} if self._name is None else {stage: self._view(inputs[self._name], stage) for stage in stages}
-        # The caches that the walks of earlier stages made, by their fields in the output.
+        # The caches that the forwards of earlier stages made, by their fields in the output.
         self._made: dict[int, dict[str, Cache]] = {}
 
     @property
@@ -223,11 +223,11 @@ class StageCaches:
         return self._name is not None
 
     def inputs(self, stage: int) -> Mapping[str, Any]:
-        """The arguments for the walk of one stage."""
+        """The arguments for the forward of one stage."""
         return self._inputs if self._name is None else {**self._inputs, self._name: self._views[stage]}
 
-    def walked(self, stage: int, output: Any) -> None:
-        """After a stage's walk. After the last one: complete the cache, and put it into that walk's output."""
+    def take(self, stage: int, output: Any) -> None:
+        """After a stage's forward: take its caches. After the last one: put the whole cache into that one's output."""
         last = stage == self._stages[-1]
         if self._name is None:
             fields = output.items() if isinstance(output, dict) else ()
@@ -246,21 +246,21 @@ class StageCaches:
             for name in [name for name, value in output.items() if isinstance(value, Cache)]:
                 output[name] = whole
 
-    def _fill(self, cache: Cache, walked: Cache, stage: int) -> None:
-        """Put the layers of `stage` into `cache` as its walk left them."""
+    def _fill(self, cache: Cache, source: Cache, stage: int) -> None:
+        """Put the layers of `stage` into `cache` as its forward left them."""
         for layer in (layer for layer, owner in self._owner_of_all.items() if owner == stage):
-            decoder_part(cache).layers[layer] = decoder_part(walked).layers[layer]
-            if isinstance(cache, EncoderDecoderCache) and isinstance(walked, EncoderDecoderCache):
-                own, theirs = cache.cross_attention_cache.layers, walked.cross_attention_cache.layers
+            decoder_part(cache).layers[layer] = decoder_part(source).layers[layer]
+            if isinstance(cache, EncoderDecoderCache) and isinstance(source, EncoderDecoderCache):
+                own, theirs = cache.cross_attention_cache.layers, source.cross_attention_cache.layers
                 own += theirs[len(own) :]
                 if layer < len(theirs):
                     own[layer] = theirs[layer]
-                cache.is_updated[layer] = walked.is_updated.get(layer, False)
+                cache.is_updated[layer] = source.is_updated.get(layer, False)
 
     def _view(self, whole: Cache, stage: int) -> Cache:
-        """A cache with the layers of `stage`, and placeholders for what other walks lengthen."""
+        """A cache with the layers of `stage`, and placeholders for what other forwards lengthen."""
         if isinstance(whole, EncoderDecoderCache):
-            # Of the cross-attention part a walk touches its own layers only.
+            # Of the cross-attention part a forward touches its own layers only.
             view = copy.copy(whole)
             view.self_attention_cache = self._view(whole.self_attention_cache, stage)
             return view

@@ -35,7 +35,7 @@ class Turns:
         self._due = dict(enumerate(due))
         self._lock = threading.Lock()
 
-    def pass_on(self, due: int) -> None:
+    def yield_until(self, due: int) -> None:
         """Let the loops that are due before `due` have their turns. Called by the one whose turn it is."""
         mine = self.current
         self._due[mine] = due

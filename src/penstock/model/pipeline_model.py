@@ -103,8 +103,8 @@ class PipelineModel(_Module):
         """
         if torch.compiler.is_dynamo_compiling():
             refuse_compilation(type(self).__name__)
-        if meanings := record_of(self).meanings:
-            return meanings[-1](self._bind(args, kwargs))
+        if targets := record_of(self).call_targets:
+            return targets[-1](self._bind(args, kwargs))
         criterion = record_of(self).criterion
         if "criterion" in kwargs and (kwargs["criterion"] is None or callable(kwargs["criterion"])):
             criterion = kwargs.pop("criterion")

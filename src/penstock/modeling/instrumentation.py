@@ -61,8 +61,8 @@ class Record:
     tensor_parallel: WeightSharding | None = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `WeightSharding.apply` takes them
     engine: Any = None  # runs it; see `runtime.reforming.engine_of`
-    # What a call of the model means for now, the last one first; none: a step or an evaluation.
-    meanings: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
+    # What takes the calls of the model for now, the last one first; none: a call is a step or an evaluation.
+    call_targets: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     configuration: Any = None  # what `initialize()` was asked for
     # What gives its loss (a `graph.loss.Criterion`); None for the model's own.
     criterion: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None
@@ -85,14 +85,14 @@ def record_of(module: nn.Module) -> Record:
 
 
 @contextmanager
-def called_as(model: nn.Module, meaning: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside, a call of the parallelised model is one of `meaning` with its arguments by name."""
-    meanings = record_of(model).meanings
-    meanings.append(meaning)
+def calls_redirected(model: nn.Module, target: Callable[[dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, a call of the parallelised model calls `target` with its arguments by name."""
+    targets = record_of(model).call_targets
+    targets.append(target)
     try:
         yield
     finally:
-        meanings.pop()
+        targets.pop()
 
 
 def known_of(module: nn.Module) -> Record:

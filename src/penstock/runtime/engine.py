@@ -370,7 +370,7 @@ class Engine:
     def saving(self, call: Call) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
         else the copies of a tied weight."""
-        with self.together(call, [self.parts.updates.state(), self.parts.copies.vote()]) as said:
+        with self.together(call, [self.parts.updates.state(), self.parts.copies.agreement_term()]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
             if words is None and sum(facts[1] for facts in said.values()) % MODULUS:
                 words = self.parts.copies.settle()
@@ -411,8 +411,8 @@ class Engine:
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
         mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]
-        votes = sum(one.vote(self.rank, one.keepers) for one in mine) % MODULUS
-        with self._norms(Call.CLIP, norm_type, votes=votes):
+        agreement = sum(one.agreement_term(self.rank, one.keepers) for one in mine) % MODULUS
+        with self._norms(Call.CLIP, norm_type, agreement=agreement):
             return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
     def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
@@ -441,8 +441,8 @@ class Engine:
         return microbatches_of(inputs, self._main_input_name, wanted, size, default, self.media, dims)
 
     @contextlib.contextmanager
-    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, votes: int = 0) -> Iterator[None]:
-        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), votes]) as said:
+    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, agreement: int = 0) -> Iterator[None]:
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), agreement]) as said:
             if sum(facts[2] for facts in said.values()) % MODULUS:
                 shared = [one.name for one in self.held if len(one.ranks) > 1]
                 raise SettingsMismatch(

@@ -185,7 +185,8 @@ class Parts:
             bits_of(loss_scale),
             int(reduces),
             *self._frozen.numbers(
-                self.updates.changed() if self._has_owners else (), self.copies.vote(training) + bool(self._strangers())
+                self.updates.changed() if self._has_owners else (),
+                self.copies.agreement_term(training) + bool(self._strangers()),
             ),
         )
 

@@ -40,11 +40,11 @@ class CommonDecisions(CallbackHandler):  # type: ignore[misc]  # a library witho
     def make_alike(self, control: TrainerControl) -> None:
         """Set `control` to what rank 0 has. Every rank calls this."""
         mine = sum(getattr(control, name) << place for place, name in enumerate(FLAGS))
-        every = {rank: theirs[0] for rank, theirs in self._exchange([mine]).items()}
-        first = every[min(every)]
+        by_rank = {rank: theirs[0] for rank, theirs in self._exchange([mine]).items()}
+        first = by_rank[min(by_rank)]
         for place, name in enumerate(FLAGS):
             setattr(control, name, bool(first >> place & 1))
-        ignored = {rank: theirs & ~first for rank, theirs in every.items() if theirs & ~first}
+        ignored = {rank: theirs & ~first for rank, theirs in by_rank.items() if theirs & ~first}
         if ignored and mine == first:
             asked = in_words(ignored, _names, " asked for ")
             warnings.warn(f"{asked}, but rank 0 did not: decisions of callbacks are rank 0's", stacklevel=2)

@@ -32,7 +32,7 @@ class StageDone(BaseException):
 
 @dataclass(eq=False)
 class StageRun:
-    """Handles the unit calls of one forward of one stage, see `SplitModel.walk`; `host_values` are active in the code
+    """Handles the unit calls of one forward of one stage, see `SplitModel`. `host_values` are active in the code
     between units, and not inside of them."""
 
     plan: StagePlan

@@ -314,7 +314,7 @@ class SplitModel:
             output = self._handled(plan, run, evaluate, seed)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
-    def walk(
+    def run_to_end(
         self,
         plan: DataflowPlan,
         stage: int,

@@ -36,20 +36,20 @@ class TiedCopies:
         self._holders = [tuple(rank for rank in one.ranks if rank in pipeline) for one in self._tied]
         self._context, self._names = context, names
         self._versions: list[int] = []
-        self._vote = 0
+        self._agreement_term = 0
 
-    def vote(self, training: bool = False) -> int:
+    def agreement_term(self, training: bool = False) -> int:
         """What this rank says of its copies: the sum over a pipeline is zero if all of them are the same. With
         `training` the host does not wait for an accelerator: the copies there count as the same."""
         if training and self._context.device.type != "cpu":
             return 0
-        versions = [one.parameter._version for one in self._tied]
+        versions, rank = [one.parameter._version for one in self._tied], self._context.rank
         if versions != self._versions:
-            votes = (one.vote(self._context.rank, among) for one, among in zip(self._tied, self._holders, strict=True))
+            terms = [one.agreement_term(rank, among) for one, among in zip(self._tied, self._holders, strict=True)]
             sums = [_checksum(one.parameter) for one in self._tied]
-            self._vote = sum(vote * checksum for vote, checksum in zip(votes, sums, strict=True)) % MODULUS
+            self._agreement_term = sum(term * checksum for term, checksum in zip(terms, sums, strict=True)) % MODULUS
             self._versions = versions
-        return self._vote
+        return self._agreement_term
 
     @torch.no_grad()
     def settle(self, adopt: bool = False) -> str | None:
