@@ -36,6 +36,14 @@ def test_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str) 
     assert_steps_equal(ranks, oracle(family, rows), replicas=2)
 
 
+@pytest.mark.parametrize("family", ["opt", "gpt_oss", "llama_dynamic"])
+def test_a_copy_counts_positions_and_attends_as_the_model_does(pool: Pool, family: str) -> None:
+    """OPT counts the tokens of the mask; the attention of gpt-oss cannot go by heads; rotary embeddings that stretch
+    are made of whole sequences, once."""
+    ranks = pool.run(2, train_in_parts, family, "padded", copied=True)
+    assert_steps_equal(ranks, oracle(family, "padded"), replicas=2)
+
+
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gpt2"])
 def test_two_stages_of_two_parts_give_the_unsplit_loss_and_gradients(pool: Pool, family: str, rows: str) -> None:

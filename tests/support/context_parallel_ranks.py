@@ -3,6 +3,7 @@ share."""
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -81,12 +82,21 @@ def oracle(family: str, rows: str, **settings: Any) -> Step:
 
 
 def train_in_parts(
-    family: str, rows: str, stages: int = 1, parts: int = 2, recomputes: bool = False, **options: Any
+    family: str,
+    rows: str,
+    stages: int = 1,
+    parts: int = 2,
+    *,
+    recomputes: bool = False,
+    copied: bool = False,
+    **options: Any,
 ) -> Step:
-    """On a worker: a step on the whole batch, as every rank is given it."""
+    """On a worker: a step on the whole batch, as every rank is given it, of the model or of a copy."""
     model = _initialize(family, stages, parts, **options)
     if recomputes:
         model.gradient_checkpointing_enable()
+    if copied:
+        model = copy.deepcopy(model)
     with kept_in_double():
         batch: Batch = inputs_of(rows)
         return Step(run_step(model, batch), gradients_of(model))

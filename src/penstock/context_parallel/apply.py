@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ FEW = 8
 
 def refuse_model(model: nn.Module) -> None:
     """Raise NotImplementedError for a model whose attention does not go through transformers' registry, as far as can
-    be told by its configuration; see `settle_parts`."""
+    be told by its configuration; see `try_parts`."""
     if not isinstance(model, PreTrainedModel):
         raise NotImplementedError(
             f"context_parallel_size needs a model of transformers, and {type(model).__name__} is none"
@@ -46,6 +47,10 @@ def refuse_model(model: nn.Module) -> None:
 def sharing_of(layout: Layout) -> SharesSequences | None:
     """What shares out sequences in a layout; None where each pipeline computes whole ones."""
     return ContextParallel if layout.context_parallel_size > 1 else None
+
+
+# Position ids, (samples or 1, length), of a mask of whole sequences, if there is one, and their length.
+Positions = Callable[[torch.Tensor | None, int], torch.Tensor]
 
 
 def counted(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor:
@@ -73,11 +78,16 @@ class ContextParallel:
         way: which way attention goes.
     """
 
-    way = AttentionWay.BY_HEADS
-    positions: Callable[[torch.Tensor | None, int], torch.Tensor] = staticmethod(counted)
-
-    def __init__(self, split: SplitModel, context: RankContext) -> None:
+    def __init__(
+        self,
+        split: SplitModel,
+        context: RankContext,
+        *,
+        way: AttentionWay = AttentionWay.BY_HEADS,
+        positions: Positions = counted,
+    ) -> None:
         assert context.groups.context_parallel is not None
+        self.way, self.positions = way, positions
         self.exchange = Exchange(context.groups.context_parallel, context.device, context.board)
         self._split, self._num_shards = split, context.layout.tensor_parallel_size
         found = (configuration_of(module) for module in split.model.modules())
@@ -85,6 +95,11 @@ class ContextParallel:
         self.takes_positions = "position_ids" in inspect.signature(split.model.forward).parameters
         split.computing = self._computing
         connect(split.model, self.exchange)
+
+    def as_tried(self) -> SharesSequences:
+        """Makes parts that go the same way and count the same positions, for the same model in another formation, or
+        for a copy of it."""
+        return partial(ContextParallel, way=self.way, positions=self.positions)
 
     def _computing(self, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
         return computing(inputs) if isinstance(inputs, SequencePart) else nullcontext()

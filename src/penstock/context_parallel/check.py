@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ PIECE = 6
 
 
 @torch.no_grad()
-def settle_parts(engine: Engine) -> None:
-    """Settle which way attention goes and which positions the model takes, by running a few tokens whole and in parts;
-    refuse a model for which none is right. All ranks call this together.
+def try_parts(engine: Engine) -> None:
+    """Find which way attention goes and which positions the model takes, by running a few tokens whole and in parts;
+    refuse a model for which none is right. What is found holds for later formations of the engine, and for copies of
+    its model. All ranks call this together.
 
     Raises:
         NotImplementedError: on every rank, naming the first unit that differs.
@@ -66,12 +68,13 @@ def settle_parts(engine: Engine) -> None:
         else:
             raise _refusal(engine, engine.layout.units[max(first for first in firsts if first is not None)])
     engine.num_evaluations = 0
+    engine.options = replace(engine.options, share_sequences=sequences.as_tried())  # for a copy of the model, too
 
 
 def _refusal(engine: Engine, unit: str, why: str = "") -> NotImplementedError:
     return NotImplementedError(
-        f"context_parallel_size: {unit} of {type(engine.split.model).__name__} computes something else of a part of a "
-        f"sequence than of the whole{why}, so it mixes tokens, or knows their places, by other means than attention "
+        f"context_parallel_size: {unit} of {type(engine.split.model).__name__} gives other results for a part of a "
+        f"sequence than for the whole{why}, so it mixes tokens, or knows their places, by other means than attention "
         "through transformers' registry and position_ids"
     )
 

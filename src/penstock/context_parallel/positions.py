@@ -67,5 +67,7 @@ def _part(part: SequencePart | None, output: Any) -> Any:
     if part is None or part.positions is None:
         return None
     leaves, structure = pytree.tree_flatten(output)
-    parts = [part.cut.take(one, 1) if isinstance(one, torch.Tensor) else one for one in leaves]
+    # A copy of a model has the hooks of the model besides its own: the second finds a part.
+    whole = [isinstance(one, torch.Tensor) and one.shape[1] == part.cut.length for one in leaves]
+    parts = [part.cut.take(one, 1) if is_whole else one for one, is_whole in zip(leaves, whole, strict=True)]
     return pytree.tree_unflatten(parts, structure)

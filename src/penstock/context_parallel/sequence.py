@@ -87,7 +87,8 @@ class SequencePart(dict[str, Any]):
         packed: of rows that hold several sequences, the positions and the number of the sequence of each token, both of
             shape (samples, length); None where a row is one sequence.
         positions: the position ids of whole sequences, None if the model takes none.
-        way: by tokens from where a layer was found whose attention cannot go by heads.
+        way: BY_HEADS at first; a trace of the model makes it BY_TOKENS when it meets a layer whose heads cannot be
+            shared out (`attention._attend`).
         shares: over how many ranks the heads of a layer are shared out by heads.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
     """
