@@ -19,8 +19,9 @@ NUMBER = 20  # two global batches of five microbatches of two
 def run(
     pipelines: str, folder: str, steps: range, shard: bool = False, seed: int = 0, schedule: str = "1f1b"
 ) -> list[float]:
-    """Steps of an epoch, with Adam, a scheduler, dropout and fp16, between a load and a save of everything."""
-    torch.manual_seed(0)
+    """Steps of an epoch, with Adam, a scheduler, dropout and fp16, between a load and a save of everything; the process
+    begins with `seed`."""
+    torch.manual_seed(seed)
     model: Any = FAMILIES["gpt2"].build(dropout=0.2, dtype=torch.float32)
     if seed:
         model.apply(lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])

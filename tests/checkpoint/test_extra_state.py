@@ -192,6 +192,7 @@ def test_what_cannot_be_saved_is_named_before_the_training(pool: Pool, tmp_path:
     said = "cannot save blocks.3._extra_state: it is, or holds, a object. It must be a tensor, or plain data"
     assert any(f"can be trained, but not saved: {said}" in one for one in named)
     assert said in failure
+    assert not (tmp_path / "model").exists(), "the save had made it"
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), torch.float32, [Path()], 1j])

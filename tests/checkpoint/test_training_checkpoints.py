@@ -23,6 +23,7 @@ import penstock
 from penstock.checkpoint import files
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.reader import CheckpointReader
 from penstock.checkpoint.save import save_run_state
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.training_state import TrainingState
@@ -84,6 +85,53 @@ def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(tmp_path: Pat
     penstock.save_checkpoint(tmp_path, model=model, step=60, keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000020", "step-00000060"]
     assert os.listdir(tmp_path / "step-00000020") == ["mine.txt"]
+
+
+def test_a_whole_one_that_does_not_fit_is_an_error_and_no_older_one_is_loaded(tmp_path: Path) -> None:
+    """Saved without the optimizer, by a version to come, or of another model."""
+    (model, optimizer), (again, adam) = trained(1), trained(2)
+    for number in (1, 2):
+        given = {"optimizer": optimizer} if number == 1 else {}
+        penstock.save_checkpoint(tmp_path, model=model, step=number, **given)
+    newest = tmp_path / "step-00000002"
+    with pytest.raises(CheckpointError, match=r"step-00000002 has no optimizer state"):
+        penstock.load_checkpoint(tmp_path, model=again, optimizer=adam)
+    with pytest.raises(CheckpointError, match=r"step-00000002 lacks tensors of the model: transformer\.h\.2\.ln_1"):
+        penstock.load_checkpoint(tmp_path, model=FAMILIES["gpt2"].build(n_layer=3, dtype=torch.float32))
+    assert_holds(again, trained(2)[0])
+    assert penstock.load_checkpoint(tmp_path, model=again).step == 2
+    table = json.loads((newest / "parallel_checkpoint.json").read_text())
+    (newest / "parallel_checkpoint.json").write_text(json.dumps(table | {"version": table["version"] + 1}))
+    with pytest.raises(CheckpointError, match=r"step-00000002.* has format version"):
+        penstock.load_checkpoint(tmp_path, model=again)
+    (newest / "parallel_checkpoint.json").write_text("{}")
+    assert penstock.load_checkpoint(tmp_path, model=again).step == 1
+
+
+def load_without_an_object_on_one_rank(folder: Path) -> str:
+    model = parallelize(gpt2(), 2)
+    given = {"mine": torch.optim.SGD(model.parameters(), lr=1.0)} if torch.distributed.get_rank() else {}
+    for number in (1, 2):
+        penstock.save_checkpoint(folder, model=model, step=number)
+    with pytest.raises(CheckpointError) as caught:
+        penstock.load_checkpoint(folder, model=model, **given)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_on_one_rank_is_an_error_on_all(pool: Pool, tmp_path: Path) -> None:
+    for error in pool.run(2, load_without_an_object_on_one_rank, tmp_path, timeout=60):
+        assert (
+            "rank 1:" in error and "step-00000002 has no state for ['mine']" in error and "step-00000001" not in error
+        )
+
+
+def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(1)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+    read, names = CheckpointReader.read, list[str]()
+    monkeypatch.setattr(CheckpointReader, "read", lambda reader, *which: names.append(which[0]) or read(reader, *which))
+    loaded(tmp_path)
+    assert len(names) == len(set(names)) > 4 * len(list(model.parameters()))
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
@@ -179,6 +180,32 @@ def test_generation_gives_the_unsplit_tokens_greedy_and_sampled(pool: Pool, stag
     expected = generation_ranks.run_cases(model, inputs, CASES, seed=5)
     for found in pool.run(2 * stages, generate_in_parts, stages):
         assert all(torch.equal(one, tokens) for one, tokens in zip(found, expected, strict=True))
+
+
+def orders_of_an_unseeded_shuffle(folder: str) -> list[list[int]]:
+    """On a worker: of pipelines that share their sequences; and as they go on from a checkpoint of two that do not."""
+
+    def order() -> list[int]:
+        return [int(number) for number in DataLoader(range(50), shuffle=True)]
+
+    torch.manual_seed(torch.distributed.get_rank())
+    apart, shared = (
+        penstock.initialize(llama(), pipeline_parallel_size=1, context_parallel_size=parts) for parts in (1, 2)
+    )
+    found = [order()]
+    torch.manual_seed(10 + torch.distributed.get_rank())
+    penstock.save_checkpoint(folder, model=apart, step=1)
+    penstock.load_checkpoint(folder, model=shared)
+    found.append(order())
+    penstock.load_checkpoint(folder, model=apart)
+    return [*found, order()]
+
+
+def test_an_unseeded_shuffle_has_one_order_on_all_that_share_sequences(pool: Pool, tmp_path: Path) -> None:
+    """As they need the same batches. Pipelines that have batches of their own go on with numbers of their own."""
+    first, second = pool.run(2, orders_of_an_unseeded_shuffle, str(tmp_path))
+    assert first[:2] == second[:2] and first[0] != first[1]
+    assert first[2] == first[1] != second[2]
 
 
 def fit_trainer(folder: str, parallelism: dict[str, Any] | None) -> list[float]:

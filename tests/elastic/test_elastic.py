@@ -77,13 +77,14 @@ def test_a_run_survives_processes_killed_in_a_forward_in_a_recovery_in_the_updat
 
 
 def test_processes_leave_join_and_are_lost_also_while_one_is_taken_in(tmp_path: Path) -> None:
-    """The embedding is tied to the head, and frozen with the second block; the loss scale doubles every other step."""
+    """The embedding is tied to the head, and frozen with the second block; the loss scale doubles every other step. A
+    process is killed in the first step with the one that was taken in."""
     settings = {
         "FROZEN": "transformer.wte,transformer.h.1.",
         "PLUGIN": json.dumps({"precision": "fp16", "initial_scale": 256.0, "growth_interval": 2}),
     }
     run = elastic_runs.Run(tmp_path, STEPS, 4, CHECKPOINTS=str(tmp_path / "checkpoints"), **settings)
-    orders = "await@5/loop", "kill@8/forward", "kill@any/forming 2", "leave@2/loop"
+    orders = "await@5/loop", "kill@any/forward in 3", "kill@any/forming 2", "leave@2/loop"
     stays, killed, killed_before, leaver = [run.start(order) for order in orders]
     run.begin()
     joiner = run.start()
@@ -101,7 +102,9 @@ def test_processes_leave_join_and_are_lost_also_while_one_is_taken_in(tmp_path: 
     assert joiner.scales.items() <= stays.scales.items()
     changes = stays.end["changes"]
     assert [sum(len(change[how]) for change in changes) for how in ("left", "lost")] == [1, 2], changes
-    assert any(change["joined"] for change in changes), changes
+    number = next(note["member"] for note in joiner.notes if "member" in note)
+    assert [(change["generation"], change["joined"]) for change in changes if change["joined"]] == [(3, [number])]
+    assert f"generation 3 at step {begins}: " in run.printed()
 
 
 def test_the_last_to_leave_save_what_they_have_say_so_and_are_started_again(tmp_path: Path) -> None:
@@ -244,7 +247,7 @@ def test_a_process_with_other_settings_is_refused_and_the_run_goes_on(tmp_path: 
     run.wait()
     assert_as_undisturbed(run, members)
     assert other.status == 1 and not other.losses, run.printed()
-    assert "its model or its settings are not those of the run" in other.printed()
+    assert "was given another model or other settings than the run" in other.printed()
     assert all(not change["joined"] and not change["lost"] for change in members[0].end["changes"])
 
 

@@ -89,10 +89,10 @@ def test_processes_are_lost_in_steps_and_evaluations_and_one_joins(tmp_path: Pat
 class Repeating:
     """An elastic run in which whatever is to be done is done again for the sake of a rank that did not see its end."""
 
-    performing = False
+    in_call = False
     engine = SimpleNamespace(together=lambda call: nullcontext({}))
 
-    def do(self, work: Callable[[], Any]) -> Any:
+    def run_without_gradients(self, work: Callable[[], Any]) -> Any:
         work()
         return work()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import penstock
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import parallelize
@@ -39,7 +40,7 @@ def save_and_count(folder: str, stages: int, tensor_parallel_size: int) -> tuple
     model.save_pretrained(f"{folder}/sharded", max_shard_size="20KB", state_dict=model.state_dict())
     with pytest.raises(NotImplementedError, match=r"push_to_hub.*upload_folder"):
         model.push_to_hub("me/model")
-    with pytest.raises(ValueError, match="push_to_hub"):
+    with pytest.raises(ValueError, match=r"push_to_hub .*: leave it out, and then upload the folder"):
         model.save_pretrained(folder, push_to_hub=True)
     return counts(model, whole=True), counts(model), repr(model)
 
@@ -70,6 +71,28 @@ def test_save_pretrained_and_num_parameters_are_of_the_whole_model(
         stage = rank % stages if size == 1 else 0
         assert f"stage {stage} of {stages} (counted from 0), on rank {rank}: holds " in printed
         assert ("holds transformer.wte, " in printed) == (stage == 0) and "(lm_head)" in printed
+
+
+def initialize_again() -> list[str]:
+    """What is refused of second calls, on a worker."""
+    inputs, loss = batch("causal", 2), lambda outputs, given: outputs.loss
+    first: dict[str, Any] = {"pipeline_parallel_size": 1, "criterion": loss, "example_inputs": inputs}
+    model = penstock.initialize(FAMILIES["gpt2"].build(), **first)
+    for again in (first, {"pipeline_parallel_size": 1}, {**first, "example_inputs": batch("causal", 2, seed=1)}):
+        assert penstock.initialize(model, **again) is model
+    others = {"num_microbatches": 2}, {"criterion": lambda *_: loss(*_)}, {"example_inputs": batch("causal", 3)}
+    refused = []
+    for other in others:
+        with pytest.raises(ValueError) as error:
+            penstock.initialize(model, **{**first, **other})
+        refused.append(str(error.value))
+    return refused
+
+
+def test_a_second_call_of_initialize_is_refused_if_it_asks_for_something_else(pool: Pool) -> None:
+    (refused,) = pool.run(1, initialize_again)
+    for error, what in zip(refused, ("configuration", "criterion", "example_inputs"), strict=True):
+        assert error.startswith(f"this model is parallelised already, with another {what}")
 
 
 def write_the_unchanged_loop() -> dict[str, Any]:

@@ -106,12 +106,15 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                 else:
                     os.kill(os.getpid(), ACTIONS[action])
 
+    def generation() -> int:
+        return 0 if plugin.run is None else plugin.run.generations.now.generation
+
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         here("data")
         run = plugin.run
         note(
             step=0 if run is None else run.step,
-            generation=0 if run is None else run.generations.now.generation,
+            generation=generation(),
             pipeline=plugin.pipeline_index,
             samples=[sample["index"] for sample in samples],
         )
@@ -143,6 +146,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         model, wrapped, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
         for block in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
             block.register_forward_hook(lambda *_: here("forward"))
+            block.register_forward_hook(lambda *_: here(f"forward in {generation()}"))
         if plugin.run is not None:
             form = plugin.run.on_layout
             plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.generation}"), form(new))[-1]

@@ -131,7 +131,7 @@ class Booster:
         pipeline = _pipeline_of(model)
         step = partial(self._step, pipeline, criterion, optimizer, return_loss, return_outputs)
         pause = None if pipeline.synchronises else pipeline.no_sync
-        return pipeline.recovery.execute(data_iter, step, pause)
+        return pipeline.recovery.run_step(data_iter, step, pause)
 
     def _step(
         self,
@@ -231,7 +231,7 @@ class Booster:
             model.save_parallelized(checkpoint, merge_checkpoints=True, safe_serialization=use_safetensors, **size)
             pipeline.board.resume["model"] = f"booster.load_model(model, {os.fspath(checkpoint)!r})"
 
-        pipeline.recovery.do(save)
+        pipeline.recovery.run_without_gradients(save)
 
     def load_model(self, model: Any, checkpoint: PathLike, strict: bool = True) -> Any:
         """Load into `model` the weights of the folder `checkpoint`, from `save_model`, `save_parallelized` or
@@ -265,7 +265,7 @@ class Booster:
             model_methods.save_optimizer_state(optimizer, pipeline, checkpoint)
             pipeline.board.resume["optimizer"] = f"booster.load_optimizer(optimizer, {os.fspath(checkpoint)!r})"
 
-        pipeline.recovery.do(save)
+        pipeline.recovery.run_without_gradients(save)
 
     def load_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike) -> None:
         """Load into `optimizer` what `save_optimizer` wrote to the folder `checkpoint`, with any pipelines.

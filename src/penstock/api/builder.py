@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.config.configuration import Configuration
 from penstock.context_parallel.apply import sharing_of
-from penstock.context_parallel.check import settle_parts
+from penstock.context_parallel.check import try_parts
 from penstock.layout.announce import Announcement, announce
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import USED_NAMES, PipelineModel, attach
@@ -36,7 +36,7 @@ from penstock.runtime.formation import Values, facts_of, parallelize, require_ag
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
-from penstock.schedule.registry import AUTO, settle
+from penstock.schedule.registry import AUTO, resolve_auto
 from penstock.tensor_parallel.apply import sharding_of
 
 # What a user gave as the schedule: a name, one written out, or one for each template.
@@ -138,13 +138,13 @@ def build(
         values=values,
     )
     if planned.layout.context_parallel_size > 1:
-        settle_parts(engine)
+        try_parts(engine)
     return attach(model, engine, configuration, criterion)
 
 
-def settled(schedule: Asked, model: nn.Module) -> Asked | str:
+def resolved_schedule(schedule: Asked, model: nn.Module) -> Asked | str:
     """What a user gave as the schedule, with a name in the place of "auto"; the same on all ranks."""
-    return settle(schedule, schedule == AUTO and deferring_pays(model, local_device()))
+    return resolve_auto(schedule, schedule == AUTO and deferring_pays(model, local_device()))
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:
@@ -227,10 +227,16 @@ def check_whole_model(model: Any, caller: str) -> None:
 
 
 def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
-    """Find the units of `model` with these inputs from now on. `example_inputs`: the arguments of a forward: by name in
-    a mapping, by position in a tuple or list, or a tensor or data class alone. None leaves them to be guessed."""
+    """Find the units of `model` with these inputs from now on; see `inputs_by_name`. None leaves them to be guessed."""
+    if example_inputs is not None:
+        record_of(model).example_inputs = inputs_by_name(model, example_inputs)
+
+
+def inputs_by_name(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
+    """The arguments of a forward, which are given by name in a mapping, by position in a tuple or list, or as a tensor
+    or data class alone. None is none."""
     if example_inputs is None:
-        return
+        return {}
     if isinstance(example_inputs, torch.Tensor) or is_record(example_inputs):
         example_inputs = (example_inputs,)
     if isinstance(example_inputs, Mapping):
@@ -240,4 +246,4 @@ def remember_example_inputs(model: nn.Module, example_inputs: Any) -> None:
     else:
         kind = type(example_inputs).__name__
         raise TypeError(f"example_inputs must be a mapping, a tuple or a tensor, got a {kind}")
-    record_of(model).example_inputs = {name: walkable(name, value) for name, value in found.items()}
+    return {name: walkable(name, value) for name, value in found.items()}

@@ -25,7 +25,7 @@ from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_c
 from penstock.modeling.weights.whole import alias_groups
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.formation import forming
-from penstock.schedule.registry import settle
+from penstock.schedule.registry import resolve_auto
 from penstock.tensor_parallel.apply import TensorParallel
 
 # A model with this rank's weights, and what was found where they were loaded.
@@ -87,12 +87,13 @@ def from_pretrained(
         make_skeleton = partial(meta_model, kind, model_config)
     asked = configuration
     if packing or adapt is not None:  # what is trained then is small, and not in the model of which "auto" judges
-        configuration = replace(configuration, schedule=settle(configuration.schedule, deferring_pays=False))
+        configuration = replace(configuration, schedule=resolve_auto(configuration.schedule, deferring_pays=False))
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
         found: PipelineModel = whole if adapt is None else adapt(whole)
         return found
     model: PipelineModel = _make_in_stages(
+        "from_pretrained()",
         make_skeleton,
         lambda stages, local, sharding: load(kind, path_or_name, stages, local, sharding, adapt=adapt, **kwargs),
         configuration,
@@ -137,6 +138,7 @@ def from_config(
         whole: PipelineModel = kind._from_config(model_config, **kwargs)
         return whole
     found: PipelineModel = _make_in_stages(
+        "from_config()",
         lambda: meta_model(kind, model_config, **kwargs),
         lambda stages, local, sharding: (
             init_stage(kind, model_config, stages, local, seed, sharding, **kwargs),
@@ -150,15 +152,17 @@ def from_config(
 
 
 def _make_in_stages(
+    call: str,
     make_skeleton: Callable[[], PreTrainedModel],
     make: Callable[[Sequence[Sequence[str]], Sequence[int], WeightSharding | None], Made],
     configuration: Configuration,
     criterion: Criterion | None,
     example_inputs: Any,
 ) -> Any:
-    """A model whose weights are made where they are held. `make`: of the units of each stage, the stages that this rank
-    holds, and how tensor parallelism shards the whole model's weights, gives the model with this rank's weights."""
-    with forming(configuration.time_limit) as board:
+    """A model whose weights are made where they are held. `call`: the user's, by its name. `make`: of the units of each
+    stage, the stages that this rank holds, and how tensor parallelism shards the whole model's weights, gives the model
+    with this rank's weights."""
+    with forming(configuration.time_limit, call=call) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)
 

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.api.builder import LayoutPlan, UnitsAndCosts, check_whole_model, form, remember_example_inputs, settled
+from penstock.api.builder import (
+    LayoutPlan,
+    UnitsAndCosts,
+    check_whole_model,
+    form,
+    inputs_by_name,
+    remember_example_inputs,
+    resolved_schedule,
+)
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError
 from penstock.context_parallel.apply import refuse_model
 from penstock.layout.layout import Layout
@@ -21,17 +29,18 @@ from penstock.layout.pipelines import chosen_stages, split_stages
 from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.graph.units import bare_modules
+from penstock.modeling.instrumentation import record_of
 from penstock.modeling.libraries import is_peft_model
 from penstock.modeling.weights.whole import alias_groups
 from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import forming
+from penstock.runtime.formation import forming, forms_of
 from penstock.runtime.options import EngineOptions
-from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, settle
+from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, resolve_auto
 from penstock.schedule.text import own_or_named, summary_of, written_schedule
-from penstock.sharded_optimizer.updates import dividing
+from penstock.sharded_optimizer.updates import owner_choice
 from penstock.simulation.simulate import predicted_steps
 from penstock.tensor_parallel.apply import TensorParallel
 
@@ -69,8 +78,10 @@ def initialize(
     Raises:
         ConfigurationError: the configuration is wrong, or asks for sizes that this world or this model do not have.
         NotImplementedError: the model cannot be split; says why.
-        TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel).
-        ValueError: it is parallelised already, with another configuration, or compiled as a whole.
+        TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel);
+            `example_inputs` are no arguments.
+        ValueError: it is parallelised already, with another configuration, criterion or form of example inputs; or it
+            is compiled as a whole.
     """
     configuration, known = Configuration.from_any(config, **keys), cast(PipelineModel, model)
     if not configuration.enable:
@@ -81,13 +92,27 @@ def initialize(
         initialize_peft(known, lambda base: initialize(base, configuration, criterion, example_inputs=example_inputs))
         return known
     if isinstance(model, PipelineModel):
-        if model.configuration == configuration:
-            return known
-        raise ValueError("this model is parallelised already, with another configuration: initialize() takes it once")
+        _refuse_changes(model, configuration, criterion, example_inputs)
+        return known
     check_whole_model(model, "initialize()")
     remember_example_inputs(model, example_inputs)
     with forming(configuration.time_limit) as board:
         return form_equal(model, configuration, board, criterion)
+
+
+def _refuse_changes(
+    model: PipelineModel, configuration: Configuration, criterion: Criterion | None, example_inputs: Any
+) -> None:
+    """Raise ValueError if a second call asks for something else than the first."""
+    record, changed = record_of(model), ""
+    if configuration != model.configuration:
+        changed = "configuration"
+    elif criterion is not None and criterion is not record.criterion:
+        changed = "criterion (model(..., criterion=...) takes one for a call)"
+    elif forms_of(inputs_by_name(model, example_inputs)) not in ({}, forms_of(record.example_inputs)):
+        changed = "example_inputs"
+    if changed:
+        raise ValueError(f"this model is parallelised already, with another {changed}: initialize() takes it once")
 
 
 def form_equal(
@@ -115,10 +140,10 @@ def form_equal(
 def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
     """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
     stages."""
-    asked, name = configuration.schedule, settled(configuration.schedule, model)
+    asked, name = configuration.schedule, resolved_schedule(configuration.schedule, model)
     configuration = _with_size(model, replace(configuration, schedule=name), found, ranks)
     if configuration.pipeline_parallel_size == 1:
-        configuration = replace(configuration, schedule=settle(asked, deferring_pays=False))
+        configuration = replace(configuration, schedule=resolve_auto(asked, deferring_pays=False))
     elif asked == AUTO and _pays_in_a_v(configuration, found.costs):
         configuration = replace(configuration, schedule=DEFERRING_IN_A_V)
     if configuration.stages is not None:
@@ -134,7 +159,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
             )
         try:
             TensorParallel(model, 0, size, alias_groups(model))
-        except ValueError as error:
+        except ValueError as error:  # which begins with the name of the key, as those of `chosen_stages` do
             raise ConfigurationError(f"{SECTION}.{error}") from error
     parts = configuration.context_parallel_size
     if parts > 1:
@@ -152,7 +177,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         trace_steps=configuration.trace_steps,
         timeout=configuration.time_limit,
         patience=configuration.patience,
-        with_owners=dividing(int(configuration.sharded_optimizer)),
+        owner_choice=owner_choice(int(configuration.sharded_optimizer)),
     )
     most = _usual_number(configuration)
     in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)

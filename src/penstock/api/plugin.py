@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.api.builder import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, settled
+from penstock.api.builder import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, resolved_schedule
 from penstock.config.elastic import Elastic
 from penstock.config.plugin_settings import PluginSettings
 from penstock.context_parallel.apply import refuse_model
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.elastic.formations import Formations
 from penstock.elastic.generations import Generations
+from penstock.elastic.layout_planner import LayoutPlanner
 from penstock.elastic.moving import SharedStates
 from penstock.elastic.protocol import Decision
 from penstock.elastic.run import ElasticRun
@@ -65,7 +65,7 @@ class HeterogeneousParallelPlugin:
             weights, gradients and optimizer as they are. fp16 scales losses dynamically; a step whose gradients
             overflow on any rank is skipped on all of them.
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
-        schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` settles by the
+        schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` replaces by the
             model (docs/schedules.md), any of `penstock.schedule.schedule_names()`, or one of your own, as rows or in a
             .csv file. Under one that puts two stages on each rank, such as `zb-v`, a template of four stages takes two
             ranks; one of a single stage takes one under any.
@@ -208,8 +208,8 @@ class HeterogeneousParallelPlugin:
                 raise TypeError(
                     f'pipelines "auto" need the name of one schedule, but the plugin has {self.settings.schedule!r}'
                 )
-            schedule = self.settle_schedule(base_of(model))
-            assert isinstance(schedule, str)  # as the one that it was settled from
+            schedule = self.resolve_schedule(base_of(model))
+            assert isinstance(schedule, str)  # as the one that it was made from
             pipelines, num_microbatches = auto_pipelines(
                 base_of(mark_packed(model)),
                 rank_and_world_size()[1] // self.tp_size,
@@ -230,9 +230,9 @@ class HeterogeneousParallelPlugin:
         self._placed = place_pipelines(*given, self.settings.context_parallel_size)
         self._description = None
 
-    def settle_schedule(self, model: nn.Module) -> Schedules:
+    def resolve_schedule(self, model: nn.Module) -> Schedules:
         """The schedule with a name in the place of "auto", by `model`; pipelines that are set from now on have it."""
-        self._schedule = settled(self.settings.schedule, model)
+        self._schedule = resolved_schedule(self.settings.schedule, model)
         return self._schedule
 
     @property
@@ -380,7 +380,7 @@ class HeterogeneousParallelPlugin:
         self._fit_pipelines(model)
         if dataloader is not None:
             self.check_dataloader(dataloader)
-        with forming(self.settings.time_limit) as board:
+        with forming(self.settings.time_limit, call="configure()") as board:
             units, plan = self.layout.units, partial(self._plan, model)
             self._model = model = form(model, self._facts(), plan, board, criterion=criterion, units=units)
         wrapped = None if optimizer is None else self.wrap_optimizer(optimizer, model)
@@ -400,7 +400,7 @@ class HeterogeneousParallelPlugin:
         """Settle by the model what the pipelines left open: its own names of modules, and the schedule "auto"."""
         placed, modules = self._known_pipelines, PipelineTemplate.get_modules(model)
         fitted = tuple(template.fitted(model, modules) for template in placed.templates)
-        self.settle_schedule(model)
+        self.resolve_schedule(model)
         if fitted != placed.templates or self._schedule is not self.settings.schedule:
             self._place(fitted, placed.num_microbatches, placed.layout.world_size)
 
@@ -416,18 +416,18 @@ class HeterogeneousParallelPlugin:
         """`configure` for a process of an elastic run: of the first ones, or one that joins them. What it has to do
         with the others is in `elastic/`."""
         own_optimizer = self._check_elastic(model, optimizer, dataloader)
-        formations = Formations(model, self.settings, self.settle_schedule(model))
+        planner = LayoutPlanner(model, self.settings, self.resolve_schedule(model))
         facts = {**self._facts(), "the global batch size": self.global_batch_size}
         states = SharedStates(own_optimizer)
         for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler), ("loss scale", self._loss_scale)):
             if one is not None:
                 states.register(name, one)
-        generations = Generations(elastic, formations, self.tp_size, digest_of({**facts_of(model), **facts}))
+        generations = Generations(elastic, planner, self.tp_size, digest_of({**facts_of(model), **facts}))
         self._model = model
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
             planned = LayoutPlan(*on_layout(now), self.settings.engine_options())
-            with forming(self.settings.time_limit, generations.on_board) as board:
+            with forming(self.settings.time_limit, generations.on_board, call="configure()") as board:
                 if now.is_first:
                     agree(model, facts, board)
                 values = None if now.is_first else states.values(now)
@@ -467,7 +467,7 @@ class HeterogeneousParallelPlugin:
 
     def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, ScheduleMaker]:
         """Make a generation's pipelines those of the plugin, and of its loaders."""
-        self._place(*generations.formations.layout(decision), len(decision.members))
+        self._place(*generations.planner.layout(decision), len(decision.members))
         rank = decision.members.index(generations.number)
         self.on_place(rank, len(decision.members))
         placed = self._known_pipelines

@@ -185,13 +185,19 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
         "whole": not faults,
         "faults": faults,
         "model_class": manifest.model_class,
-        "stages": manifest.num_stages,
+        "stages": manifest.num_pipeline_ranks,
         "tensor_parallel_size": manifest.tensor_parallel_size,
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "bytes_of_weights": sum(entry.size for entry in manifest.files.values() if entry.part == MODEL),
         "training": training,
         "files": [
-            {"name": name, "part": entry.part, "stage": entry.stage, "bytes": entry.size, "tensors": len(entry.tensors)}
+            {
+                "name": name,
+                "part": entry.part,
+                "stage": entry.pipeline_rank,
+                "bytes": entry.size,
+                "tensors": len(entry.tensors),
+            }
             for name, entry in manifest.files.items()
         ],
         "parameters": list(_parameters(manifest, reader)),
@@ -232,7 +238,7 @@ def _faults_of(path: str, manifest: Manifest, reader: CheckpointReader, name: st
         if entry.checksum is not None:
             read_common(manifest, path)
         for tensor_name, info in entry.tensors.items():
-            reader.check(Location(name, entry.stage, tensor_name, info))
+            reader.check(Location(name, entry.pipeline_rank, tensor_name, info))
     except Exception as error:
         yield describe(error)
 

@@ -2,7 +2,8 @@
 `save_pretrained`'s arguments mean for it.
 
 A kind of save is a `Folder`: it says what this rank holds, which files there will be, and how one of them is written.
-`save.Save` does the rest, alike for all kinds.
+`save.Save` does the rest, alike for all kinds but for what a method of the model's own class writes
+(`model_methods.save_by_own_method`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock.checkpoint.manifest import MODEL, FileEntry, check_variant
 from penstock.checkpoint.model_state import held_state
 from penstock.checkpoint.staging import Replacement
 from penstock.checkpoint.tensors import DTYPES, dtype_name
-from penstock.checkpoint.untrusted import CheckpointError, Count, describe, typed
+from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch, Count, describe, typed
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
@@ -48,6 +49,12 @@ class SavingRank:
     pipeline: int = 0
     tensor_parallel_rank: int = 0
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    @property
+    def replica(self) -> int:
+        """Which batch its pipeline takes: those that share their sequences take one."""
+        return self.pipeline // self.context_parallel_size
 
     @property
     def is_writer(self) -> bool:
@@ -70,12 +77,22 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class SavingReport:
-    """What a rank tells the others before the writing starts. `names`: what its kind of save wants to know; of a rank
-    of another pipeline what it writes nevertheless. `members`, `values`: of its optimizer, see `OptimizerState`."""
+    """What a rank tells the others before the writing starts.
+
+    Attributes:
+        holdings: the tensors that it can give.
+        written: the names of those that it writes, where each is written once; of a rank of another pipeline than the
+            first those that it writes nevertheless.
+        wanted: on the rank that leads, the names of those that are saved, if not all are.
+        metadata: what a library that packs weights has to say of those of this rank.
+        members, values: of its optimizer, see `OptimizerState`.
+    """
 
     place: SavingRank
-    names: list[str] = field(default_factory=list)
     holdings: dict[str, HeldTensor] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+    wanted: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -83,7 +100,7 @@ class SavingReport:
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
-    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.names]
+    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.written]
     order = attrgetter("number", "tensor_parallel_rank")
     return sorted(writers, key=lambda rank: order(reports[rank].place))
 
@@ -136,7 +153,7 @@ class Folder:
         return of_diffusers(type(self.model))
 
     @property
-    def call(self) -> list[Any]:
+    def must_agree(self) -> list[Any]:
         """What must be the same on all ranks."""
         return [type(self).__name__, self.options.safe_serialization, self.options.variant]
 
@@ -257,13 +274,16 @@ class SaveOptions:
         values = {name: value for name, value in arguments.items() if name not in _WITHOUT_EFFECT}
         if values.pop("push_to_hub", False):
             raise ValueError(
-                "push_to_hub is not supported by save_parallelized; save with merge_checkpoints=True and upload the "
-                "folder from one rank (huggingface_hub.upload_folder)"
+                "push_to_hub does not work on a parallelised model: leave it out, and then upload the folder of "
+                "save_pretrained from one rank (huggingface_hub.upload_folder)"
             )
         if values.pop("distributed_checkpoint", False):
-            raise ValueError("distributed_checkpoint is not supported by save_parallelized, which has its own format")
+            raise ValueError(
+                "distributed_checkpoint does not work on a parallelised model: leave it out; save_parallelized writes "
+                "a file for each rank"
+            )
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
-            raise TypeError(f"save_parallelized got unexpected arguments: {', '.join(unknown)}")
+            raise TypeError(f"the save of a parallelised model got unexpected arguments: {', '.join(unknown)}")
         options = cls(**values)
         if options.save_function is not None and options.safe_serialization:
             raise ValueError("save_function writes .bin files and cannot be combined with safe_serialization=True")
@@ -285,7 +305,7 @@ def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
-    kept = (quantizer is None or not (diffusers or not quantizer.is_serializable())) and all(
+    kept = (quantizer is None or (quantizer.is_serializable() and not diffusers)) and all(
         packed.is_saved for module in model.modules() if (packed := known_of(module).packed) is not None
     )
     fits = merged is not None and (merged.safe_serialization or not torchao)
@@ -333,9 +353,10 @@ def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
 
 
 class CheckpointRanks(Ranks):
-    """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. `group`: whose backend
-    carries CPU tensors (gloo); None for a rank on its own. `guard`: how a lost rank is told and named. Without it a
-    CheckpointError says which ranks it can have been. `place`: where this one stands."""
+    """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. It is a
+    CheckpointMismatch if that is why each of them failed. `group`: whose backend carries CPU tensors (gloo); None for a
+    rank on its own. `guard`: how a lost rank is told and named. Without it a CheckpointError says which ranks it can
+    have been. `place`: where this one stands."""
 
     def __init__(
         self,
@@ -346,12 +367,15 @@ class CheckpointRanks(Ranks):
         super().__init__(group, guard)
         self.place = place or SavingRank()
 
-    def _words(self, error: BaseException) -> str:
-        return describe(error)
+    def _words(self, error: BaseException) -> tuple[str, bool]:
+        return describe(error), isinstance(error, CheckpointMismatch)
 
-    def _fail(self, doing: str, failed: Mapping[int, str], unchanged: str, own: Exception | None) -> NoReturn:
+    def _fail(
+        self, doing: str, failed: Mapping[int, tuple[str, bool]], unchanged: str, own: Exception | None
+    ) -> NoReturn:
         alike: dict[str, list[int]] = {}
-        for rank, words in failed.items():
+        for rank, (words, _) in failed.items():
             alike.setdefault(words, []).append(rank)
         said = "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in alike.items())
-        raise CheckpointError(f"{doing} failed: {said}" + (f"; {unchanged}" if unchanged else "")) from own
+        kind = CheckpointMismatch if all(is_mismatch for _, is_mismatch in failed.values()) else CheckpointError
+        raise kind(f"{doing} failed: {said}" + (f"; {unchanged}" if unchanged else "")) from own

@@ -85,13 +85,13 @@ class ModelFolder(Folder):
         if place.is_leader:
             self.sides = write_side_files(self.model, folder)
         report = super().report(place, folder)
-        return replace(report, names=[json.dumps(self.metadata)] if self.metadata else [])
+        return replace(report, metadata=self.metadata)
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
         are tied that the model does not declare as tied."""
         model, options = self.model, self.options
-        told: list[dict[str, str]] = [json.loads(report.names[0]) for report in reports if report.names]
+        told = [report.metadata for report in reports if report.metadata]
         self.metadata = {name: text for one in told for name, text in one.items()}
         if told:  # torchao's list of what it has packed
             self.metadata["tensor_names"] = json.dumps([n for one in told for n in json.loads(one["tensor_names"])])
@@ -215,13 +215,18 @@ State = Mapping[str, torch.Tensor]
 
 @dataclass
 class AdapterFolder(Folder):
-    """The folder of one adapter, `options.variant`, of a model. `select`: gives what the adapter's file holds, from the
-    state of the whole model, also of meta tensors. `write_files`: writes the files into a folder, given those tensors
-    of the model's state that `select` reads."""
+    """The folder of one adapter of a model. `adapter`: its name. `select`: gives what the adapter's file holds, from
+    the state of the whole model, also of meta tensors. `write_files`: writes the files into a folder, given those
+    tensors of the model's state that `select` reads."""
 
     model: PreTrainedModel
+    adapter: str
     select: Callable[[State], State]
     write_files: Callable[[str, State], None]
+
+    @property
+    def must_agree(self) -> list[Any]:
+        return [*super().must_agree, self.adapter]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         report = super().report(place, folder)
@@ -232,12 +237,12 @@ class AdapterFolder(Folder):
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
-        return replace(report, names=[name for name in state if name in needed])
+        return replace(report, wanted=[name for name in state if name in needed])
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader = writers_of(reports)[0]
-        sources = first_holders(reports, names=reports[leader].names)
-        return [FileSpec(f"{ADAPTER} of {self.options.variant}", leader, sources)]
+        sources = first_holders(reports, names=reports[leader].wanted)
+        return [FileSpec(f"{ADAPTER} of {self.adapter}", leader, sources)]
 
     def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> None:
         assert not isinstance(content, bytes)
@@ -266,10 +271,11 @@ _RANDOM = "random"
 
 
 @dataclass
-class RankFiles(Folder):
-    """A parallel checkpoint: each rank that writes has a file of its weights, and one of its optimizer's state. Of that
-    ranks of other pipelines write what only they keep. `once`: what several ranks hold is written by the first of them
-    only, and plain transformers shall find the weights as well. A tensor-parallel model's files have no index."""
+class ParallelFolder(Folder):
+    """A parallel checkpoint. Each rank that writes has a file of its weights, and one of its optimizer's state. Ranks
+    of other pipelines than the first write the part of that state that only they keep. `once`: the first rank that
+    holds a tensor writes it, no other, and plain transformers finds the weights as well. The files of a tensor-parallel
+    model have no index."""
 
     training_state: TrainingState | None = None
     with_model: bool = True
@@ -281,8 +287,8 @@ class RankFiles(Folder):
     _optimizer: OptimizerState = field(default_factory=OptimizerState, init=False)
 
     @property
-    def call(self) -> list[Any]:
-        return [*super().call, self.training_state is not None]
+    def must_agree(self) -> list[Any]:
+        return [*super().must_agree, self.training_state is not None]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         self._place, holdings = place, dict[str, HeldTensor]()
@@ -294,9 +300,10 @@ class RankFiles(Folder):
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
-        wanted = self.once or not place.is_writer
-        names = [name for part in self._parts.values() for name in part] if wanted else []
-        return SavingReport(place, names, holdings, self._optimizer.members, self._optimizer.values)
+        once = self.once or not place.is_writer
+        written = [name for part in self._parts.values() for name in part] if once else []
+        members, values = self._optimizer.members, self._optimizer.values
+        return SavingReport(place, holdings, written, members=members, values=values)
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, files, parts = writers_of(reports)[0], list[FileSpec](), self._to_write(reports, rank)
@@ -332,7 +339,7 @@ class RankFiles(Folder):
             return parameter, state, place.tensor_parallel_rank if parameter in shards else 0
 
         before = [reports[one] for one in writers[: writers.index(rank)]]
-        written = {key(name, report.place) for report in before for name in report.names}
+        written = {key(name, report.place) for report in before for name in report.written}
         return {
             part: {name: tensor for name, tensor in tensors.items() if key(name, self._place) not in written}
             for part, tensors in self._parts.items()
@@ -356,7 +363,7 @@ class RankFiles(Folder):
         """Stage the table of contents, and how it becomes that of the checkpoint in `directory`."""
         manifest = Manifest(
             model_class=type(self.model).__name__,
-            num_stages=self._place.num_pipeline_ranks,
+            num_pipeline_ranks=self._place.num_pipeline_ranks,
             tensor_parallel_size=self._place.tensor_parallel_size,
             staging=os.path.basename(folder),
             tied=tied_groups(self.model),
@@ -385,11 +392,11 @@ class RankFiles(Folder):
 def _warn_of_drift(manifest: Manifest) -> None:
     """Log a warning if holders of one weight have different values: the first one's will be loaded everywhere."""
     first, values = first_of_tied(manifest.tied), dict[tuple[int, str], TensorInfo]()
-    for entry in sorted(manifest.files.values(), key=lambda entry: entry.stage):
+    for entry in sorted(manifest.files.values(), key=lambda entry: entry.pipeline_rank):
         for name, info in entry.tensors.items() if entry.part == MODEL else ():
             if values.setdefault((entry.tensor_parallel_rank, first.get(name, name)), info) != info:
                 logger.warning(
                     "%s on pipeline rank %d is not what an earlier rank holds, which will be loaded everywhere: did "
                     "every rank call optimizer.step()?",
-                    *(name, entry.stage),
+                    *(name, entry.pipeline_rank),
                 )

@@ -1,5 +1,5 @@
-"""Loading weights into a model that is split already: of a parallel checkpoint of any layout; of an ordinary one, which
-transformers reads once what it would open is checked; and of the folders of adapters.
+"""Loading weights into a model that is split already: from a parallel checkpoint of any layout; from an ordinary one,
+which transformers reads once what it would open is checked; and from the folders of adapters.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ from penstock.checkpoint.staging import read_index
 from penstock.checkpoint.tensors import DTYPES, dtype_name, of_run, outline, tied_groups
 from penstock.checkpoint.untrusted import (
     CheckpointError,
+    CheckpointMismatch,
     cannot_read,
     damaged,
     is_directory,
@@ -85,8 +87,8 @@ def from_parallelized(
 def checked_weights(
     model: nn.Module, directory: str, world: CheckpointRanks, variant: str | None = None
 ) -> tuple[Callable[[], None], Manifest]:
-    """Check on all ranks that a checkpoint is whole and of this model, or raise CheckpointError; what copies its values
-    on this rank, and its table of contents."""
+    """Check on all ranks that a checkpoint is whole and of this model. Returns what copies its values on this rank, and
+    its table of contents. Raises CheckpointMismatch if it is of another model, CheckpointError if it is damaged."""
     sources: dict[str, tuple[str, Resharding]] = {}
     readers = list[tuple[CheckpointReader, Manifest]]()
 
@@ -101,12 +103,9 @@ def checked_weights(
             sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
         reader.verify(dict(sources.values()))
 
-    def copy() -> None:
-        fill(model, _CheckpointValues(reader, sources))
-
     world.together(f"checking the files to load {directory}", check)
     ((reader, manifest),) = readers
-    return copy, manifest
+    return partial(fill, model, _CheckpointValues(reader, sources)), manifest
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,9 @@ class _CheckpointValues(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         source, sharding = self.sources[name]
         return as_values({source: self.reader.read(source, sharding)})[own_name(source)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sources  # Mapping's would read it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.sources)
@@ -139,8 +141,8 @@ def saved_sources(manifest: Manifest, reader: CheckpointReader) -> dict[str, str
 
 
 def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, directory: str) -> dict[str, str]:
-    """The same for each name of the unsplit model, or CheckpointError if its weights are not those of the checkpoint.
-    The whole model is compared, so that every rank finds the same fault."""
+    """For each name of the unsplit model, the name under which the checkpoint has it. Raises CheckpointMismatch if its
+    weights are not those of the checkpoint. The whole model is compared, so that every rank finds the same fault."""
     whole, registered = of_run(model, whole_state(model)), registered_names(model)
     found = reader.locations
     saved = {own_name(name): source for name, source in saved_sources(manifest, reader).items()}
@@ -148,7 +150,9 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
     for group in tied_groups(model):
         candidates = list(dict.fromkeys(sources[name] for name in group if name in sources))
         if len({found[name].info for name in candidates}) > 1:
-            raise CheckpointError(f"{directory} has different values for {candidates}, which the model ties together")
+            raise CheckpointMismatch(
+                f"{directory} has different values for {candidates}, which the model ties together"
+            )
         sources.update({name: candidates[0] for name in group if name in whole and candidates})
 
     aliases = {name for group in manifest.tied for name in group}
@@ -173,7 +177,7 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
 def _refuse(directory: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise CheckpointError(f"{directory} {what}: {'; '.join(names[:_SHOWN])}{more}")
+        raise CheckpointMismatch(f"{directory} {what}: {'; '.join(names[:_SHOWN])}{more}")
 
 
 def is_parallelized(directory: str | os.PathLike[str]) -> bool:

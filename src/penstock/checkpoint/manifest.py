@@ -10,16 +10,19 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from penstock.checkpoint.tensors import DTYPES, TensorInfo
 from penstock.checkpoint.untrusted import (
+    KEY,
     MAX_RANKS,
     CheckpointError,
+    CheckpointMismatch,
     Checksum,
     Count,
     Place,
+    content_of,
     damaged,
     is_directory,
     locate,
@@ -137,9 +140,9 @@ class FileEntry:
     """One file."""
 
     part: Annotated[str, STEMS]
-    # The pipeline rank that wrote it. Ranks of other pipelines, which write a part of a divided optimizer's state, are
+    # That of the rank that wrote it. Ranks of other pipelines, which write a part of a divided optimizer's state, are
     # counted on.
-    stage: Place
+    pipeline_rank: Place = field(metadata={KEY: "stage"})
     tensor_parallel_rank: Place
     size: Count
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -151,10 +154,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A parallel checkpoint. The fields have the names that the file has."""
+    """A parallel checkpoint. In the file the fields have their names here, or that of their `KEY`."""
 
     model_class: str
-    num_stages: _Number  # ranks of the pipeline that wrote it
+    num_pipeline_ranks: _Number = field(metadata={KEY: "num_stages"})  # of the pipeline that wrote it
     tensor_parallel_size: _Number
     staging: str
     tied: list[list[str]]
@@ -164,9 +167,9 @@ class Manifest:
     shards: dict[str, _Shard] = field(default_factory=dict)
 
     def dump(self) -> bytes:
-        content = {"format": FORMAT, "version": VERSION} | {one.name: getattr(self, one.name) for one in fields(self)}
+        content = {"format": FORMAT, "version": VERSION} | content_of(self)
         # In one line: with indents it takes several times as long, which a small checkpoint notices.
-        return (json.dumps(content, default=vars) + "\n").encode()
+        return (json.dumps(content, default=content_of) + "\n").encode()
 
     def path_of(self, directory: str, file_name: str) -> str:
         """Where a file is now. Raises CheckpointError if that is no regular file of this folder."""
@@ -192,10 +195,11 @@ class Manifest:
 
 
 def whole_manifest(directory: str, variant: str | None = None, model_class: str | None = None) -> Manifest:
-    """The table of contents of a checkpoint, of this class, that is whole as far as sizes tell, or CheckpointError."""
+    """The table of contents of a checkpoint that is whole as far as sizes tell. Raises CheckpointMismatch if it is of
+    another class, CheckpointError if it is damaged."""
     manifest = read_manifest(directory, variant)
     if model_class not in (None, manifest.model_class):
-        raise CheckpointError(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
+        raise CheckpointMismatch(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
     manifest.check_files(directory)
     return manifest
 
@@ -211,7 +215,7 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the table of contents of a parallel checkpoint")
     if (version := typed(_Number, content.get("version"), path, "version")) != VERSION:
-        raise CheckpointError(f"{path} has format version {version}; this Penstock reads {VERSION}")
+        raise CheckpointMismatch(f"{path} has format version {version}; this Penstock reads {VERSION}")
     manifest: Manifest = typed(Manifest, content, path)
     _check(manifest, path, variant)
     return manifest
@@ -228,14 +232,14 @@ def _missing(directory: str, path: str) -> str:
 
 def _check(manifest: Manifest, path: str, variant: str | None) -> None:
     """Check that the parts of a table of contents go together. Raises CheckpointError."""
-    stages, size = manifest.num_stages, manifest.tensor_parallel_size
+    num_ranks, size = manifest.num_pipeline_ranks, manifest.tensor_parallel_size
     for name, entry in manifest.files.items():
         check_plain(name, f"{path} is damaged: a file name in it")
         where = ("files", name)
         if entry.part == MODEL:
-            typed(Annotated[int, (0, stages - 1)], entry.stage, path, *where, "stage")
+            typed(Annotated[int, (0, num_ranks - 1)], entry.pipeline_rank, path, *where, "stage")
         typed(Annotated[int, (0, size - 1)], entry.tensor_parallel_rank, path, *where, "tensor_parallel_rank")
-        place = entry.tensor_parallel_rank, entry.stage
+        place = entry.tensor_parallel_rank, entry.pipeline_rank
         allowed = [rank_file_name(STEMS[entry.part], *place, extension, variant) for extension in EXTENSIONS]
         allowed += [common_file_name(variant)] if entry.part == TRAINING else []
         if name not in allowed:
@@ -250,10 +254,11 @@ def _check(manifest: Manifest, path: str, variant: str | None) -> None:
                     f"{info.dtype}, the file has {entry.size}"
                 )
                 raise damaged(path, (*where, "tensors", tensor, "shape"), list(info.shape), expected)
-    held = {(entry.stage, entry.tensor_parallel_rank) for entry in manifest.files.values() if entry.part == MODEL}
-    if held and len(held) != stages * size:
+    weights = (entry for entry in manifest.files.values() if entry.part == MODEL)
+    held = {(entry.pipeline_rank, entry.tensor_parallel_rank) for entry in weights}
+    if held and len(held) != num_ranks * size:
         expected = (
-            f"one that goes with {len(held)} files of weights: one for each of num_stages {stages} times "
+            f"one that goes with {len(held)} files of weights: one for each of num_stages {num_ranks} times "
             f"tensor_parallel_size {size}"
         )
         raise damaged(path, ["tensor_parallel_size"], size, expected)

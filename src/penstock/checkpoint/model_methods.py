@@ -31,12 +31,14 @@ from penstock.checkpoint.file_specs import (
     tell_reports,
     writers_of,
 )
-from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, RankFiles
+from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, ParallelFolder
 from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
 from penstock.checkpoint.model_state import parts_of_state
 from penstock.checkpoint.save import Save, save_parallelized
 from penstock.checkpoint.tensors import tied_groups
 from penstock.checkpoint.training_state import (
+    CommonState,
+    DropoutState,
     TrainingState,
     load_object,
     load_training_state,
@@ -79,7 +81,7 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = checkpoint_ranks(model.pipeline)
     with model.pipeline.saving(Call.SAVE_ADAPTER):
-        Save(AdapterFolder(model, SaveOptions(variant=name), select, write), directory, ranks).run()
+        Save(AdapterFolder(model, SaveOptions(), name, select, write), directory, ranks).run()
 
 
 def _save_injected(
@@ -138,6 +140,7 @@ def checkpoint_ranks(pipeline: Engine | None) -> CheckpointRanks:
             place.pipeline,
             place.tensor_parallel_rank,
             pipeline.layout.tensor_parallel_size,
+            pipeline.layout.context_parallel_size,
         ),
     )
 
@@ -241,14 +244,25 @@ def loss_scale_of(optimizer: Any) -> LossScale | None:
     return optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
 
 
+def progress_of(pipeline: Engine) -> DropoutState | None:
+    """What decides the random numbers of the next training step; None before the engine was formed."""
+    return None if pipeline.seed is None else DropoutState(pipeline.seed, pipeline.step_number)
+
+
+def restore_progress(pipeline: Engine, loaded: CommonState) -> None:
+    """Go on with the random numbers of the run that was loaded, if it was one over pipelines."""
+    if loaded.run is not None:
+        pipeline.seed, pipeline.step_number = loaded.run.seed, loaded.run.steps_begun
+
+
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
     numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
     scale, ranks = loss_scale_of(optimizer), checkpoint_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
-    state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra)
+    state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra, run=progress_of(pipeline))
     with pipeline.saving(Call.SAVE_OPTIMIZER):
-        files = RankFiles(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
+        files = ParallelFolder(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
         Save(files, folder, ranks).run()
 
 
@@ -262,7 +276,8 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             world_comm=checkpoint_ranks(pipeline),
             variant=TRAINING_VARIANT,
         )
-    pipeline.step_number = state.step
+    pipeline.step_number = state.step  # all that files have which were saved before 0.4
+    restore_progress(pipeline, state)
     if (scale := loss_scale_of(optimizer)) is not None and "loss_scale" in state.extra:
         restore_object(scale, state.extra["loss_scale"], f"the loss scale in {folder}")
         pipeline.loss_scale = scale.scale

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from penstock.checkpoint.manifest import SEPARATOR, Manifest
 from penstock.checkpoint.reader import Resharding, saved_sharding
 from penstock.checkpoint.tensors import first_of_tied, tied_groups
-from penstock.checkpoint.untrusted import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, whole_shape
 
@@ -82,7 +82,7 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
             if name is None:
                 if parameter.numel() and parameter is not known_of(model).stand_in:
                     shape = list(parameter.shape)
-                    raise CheckpointError(f"the optimizer has a parameter of shape {shape} that is not the model's")
+                    raise CheckpointMismatch(f"the optimizer has a parameter of shape {shape} that is not the model's")
                 continue
             found.members[-1].append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -191,7 +191,7 @@ def reshardings_of(
         elif sharding == Resharding() or (sharding.saved == sharding.wanted and manifest.tensor_parallel_size == size):
             found[key] = sharding
         else:
-            raise CheckpointError(
+            raise CheckpointMismatch(
                 f"cannot shard the state {key} for tensor_parallel_size {size}: it was saved with "
                 f"{manifest.tensor_parallel_size} and the shape {list(shape)}, where the parameter has {list(part)}"
             )

@@ -131,13 +131,13 @@ def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
     """Where the files of each tensor-parallel rank have which tensor. What several ranks of a pipeline hold is read
     from the first of them, by everybody."""
     found: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
-    order = attrgetter("stage", "tensor_parallel_rank")
+    order = attrgetter("pipeline_rank", "tensor_parallel_rank")
     for file_name, entry in sorted(manifest.files.items(), key=lambda item: order(item[1])):
         names = {name: name for name in entry.tensors} | entry.aliases if entry.part == part else {}
         for name, stored in names.items():
             if stored not in entry.tensors:  # of a damaged table: the name is then found to be lacking
                 continue
-            location = Location(file_name, entry.stage, stored, entry.tensors[stored])
+            location = Location(file_name, entry.pipeline_rank, stored, entry.tensors[stored])
             found[entry.tensor_parallel_rank].setdefault(name, location)
             if name.partition(SEPARATOR)[0] not in manifest.shards:  # whole, whichever of the ranks has written it
                 found[0].setdefault(name, location)

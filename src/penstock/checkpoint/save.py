@@ -1,9 +1,11 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-All kinds of save are one sequence over a plan of files (see `Folder.plan`): `Save`. Files may be written while training
-goes on. Threads that talked to other ranks would need process groups of their own, which end when a rank is lost or the
-program destroys its groups. So they leave word in the staging folder, which all ranks see: a small file each. The rank
-that puts the files in place waits for them.
+All that Penstock writes into a folder goes one sequence over a plan of files (see `Folder.plan`): `Save`. What a
+method of the model's own class writes is a plan, too, but no folder: see `model_methods.save_by_own_method`.
+
+Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
+which end when a rank is lost or the program destroys its groups. So they leave word in the staging folder, which all
+ranks see: a small file each. The rank that puts the files in place waits for them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from penstock.checkpoint.file_specs import (
     writers_of,
 )
 from penstock.checkpoint.files import BackgroundWork, write_bytes, writing
-from penstock.checkpoint.folders import ModelFolder, RankFiles
+from penstock.checkpoint.folders import ModelFolder, ParallelFolder
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.staging import commit, discard, prepare
 from penstock.checkpoint.tensors import once_for_tied
@@ -68,7 +70,7 @@ def save_parallelized(
     refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
-    folder = ModelFolder(model, options) if merge_checkpoints else RankFiles(model, options, training_state)
+    folder = ModelFolder(model, options) if merge_checkpoints else ParallelFolder(model, options, training_state)
     Save(folder, save_directory, world_comm).run()
 
 
@@ -85,7 +87,7 @@ def save_run_state(
     """Save the model and the training state in safetensors files, each weight and each state of it once. With `saver`
     return once everything is copied to its memory; every rank is to `finish` it, and `given_up` says why it can come to
     no end any more. `afterwards` is called on the rank that puts the files in place."""
-    folder = RankFiles(model, SaveOptions(safe_serialization=True), training_state, once=True)
+    folder = ParallelFolder(model, SaveOptions(safe_serialization=True), training_state, once=True)
     save = Save(folder, save_directory, world_comm, afterwards)
     if saver is None:
         save.run()
@@ -107,6 +109,7 @@ class Save:
     ) -> None:
         self._folder, self._directory = folder, os.path.abspath(directory)
         self._place, self._ranks, self._afterwards = ranks.place, ranks, afterwards
+        self._made: list[str] = []  # folders that were not there before, on the rank that leads
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:
@@ -149,36 +152,41 @@ class Save:
             self._commit(path, words_of(path, words, given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
-            if self._place.is_leader:
-                discard(self._directory, os.path.basename(path))
+            self._discard(path)
             raise
+
+    def _discard(self, path: str) -> None:
+        if self._place.is_leader:
+            discard(self._directory, os.path.basename(path), self._made)
 
     @contextlib.contextmanager
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
-        """A staging folder, and what every rank is going to save; the folder is removed if the save fails."""
-        own = [self._directory, *self._folder.call]  # what must be the same on all ranks
+        """A staging folder, and what every rank is going to save. If a rank raises, all do, and the folder is removed;
+        if one is lost, others may still write there, and the next save removes it."""
+        own = [self._directory, *self._folder.must_agree]
 
         def begin() -> tuple[Any, str | None]:
-            return own, prepare(self._directory) if self._place.is_leader else None
+            if not self._place.is_leader:
+                return own, None
+            staging, self._made = prepare(self._directory)
+            return own, staging
 
         prepared = self._together("preparing the folder", begin, self._intact)
         path = os.path.join(self._directory, next(name for _, name in prepared if name is not None))
 
         def report() -> SavingReport:
-            for rank, (call, _) in enumerate(prepared):
-                if call != own:
-                    raise CheckpointError(f"was asked for {own}, but rank {rank} for {call}")
+            for rank, (theirs, _) in enumerate(prepared):
+                if theirs != own:
+                    raise CheckpointError(f"was asked for {own}, but rank {rank} for {theirs}")
             found = self._folder.report(self._place, path)
-            if (self._place.is_writer or found.names) and not os.path.isdir(path):
+            if (self._place.is_writer or found.written) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return found
 
         try:
             yield path, tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)
         except (CheckpointError, KeyboardInterrupt):
-            # After the exchange nobody writes any more.
-            if self._place.is_leader:
-                discard(self._directory, os.path.basename(path))
+            self._discard(path)  # after the exchange nobody writes any more
             raise
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:

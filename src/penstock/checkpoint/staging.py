@@ -48,9 +48,13 @@ class Replacement:
     old: Sequence[str] = ()
 
 
-def prepare(directory: str) -> str:
-    """Make the checkpoint's folder and a staging folder in it, whose name is returned, after tidying up behind an
-    interrupted save. Raises CheckpointError."""
+def prepare(directory: str) -> tuple[str, list[str]]:
+    """Make the checkpoint's folder and a staging folder in it, after tidying up behind an interrupted save. Returns the
+    name of the staging folder, and which folders were not there before. Raises CheckpointError."""
+    made, path = list[str](), directory
+    while not os.path.lexists(path):
+        made.append(path)
+        path = os.path.dirname(path)
     with writing(directory, "the checkpoint's folder"):
         os.makedirs(directory, exist_ok=True)
     for name in sorted(os.listdir(directory)):
@@ -60,14 +64,17 @@ def prepare(directory: str) -> str:
     staging = f".saving-{uuid.uuid4().hex}"
     with writing(os.path.join(directory, staging), "the folder in which files are staged"):
         os.mkdir(os.path.join(directory, staging))
-    return staging
+    return staging, made
 
 
-def discard(directory: str, staging: str) -> None:
-    """Forget what was staged, unless readers start from it. Never raises: the error that led here matters more."""
+def discard(directory: str, staging: str, made: Sequence[str] = ()) -> None:
+    """Forget what was staged, unless readers start from it, and the folders `made` for it, if nothing else is in them.
+    Never raises: the error that led here matters more."""
     with contextlib.suppress(Exception):
         if not any(_referred_to(directory, staging)):
             _remove_staging(os.path.join(directory, staging))
+            for folder in made:
+                os.rmdir(folder)
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:

@@ -19,16 +19,22 @@ from transformers import PreTrainedModel
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import checked_weights
-from penstock.checkpoint.model_methods import checkpoint_ranks, loss_scale_of, unwrapped
+from penstock.checkpoint.model_methods import (
+    checkpoint_ranks,
+    loss_scale_of,
+    progress_of,
+    restore_progress,
+    unwrapped,
+)
 from penstock.checkpoint.save import Saver, save_run_state
 from penstock.checkpoint.training_state import (
     LOSS_SCALE,
-    DropoutState,
+    CommonState,
     TrainingState,
     checked_training_state,
     undone_if_it_fails,
 )
-from penstock.checkpoint.untrusted import CheckpointError
+from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.libraries import base_of, of_diffusers
 from penstock.runtime.comm.rollcall import Call
@@ -102,7 +108,7 @@ def save_checkpoint(
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
     model = base_of(model)
     run = Participants(model)
-    if (recovery := run.recovery).repeats and not recovery.performing:
+    if (recovery := run.recovery).repeats and not recovery.in_call:
         if asynchronous:
             raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
         if recovery.accumulating:
@@ -120,7 +126,7 @@ def save_checkpoint(
             recovery.note_saved(path)
             return path
 
-        return recovery.do(save, stale=partial(step_folder, folder, recovery.step))
+        return recovery.run_without_gradients(save, stale=partial(step_folder, folder, recovery.step))
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")
@@ -129,7 +135,7 @@ def save_checkpoint(
         _objects(optimizer, lr_scheduler=lr_scheduler, dataloader=dataloader, scaler=scaler, **objects),
         step=number,
         extra=dict(extra or {}),
-        run=run.progress,
+        run=None if run.engine is None else progress_of(run.engine),
     )
     run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
@@ -175,7 +181,8 @@ def load_checkpoint(
 
     Raises:
         TypeError: an argument that cannot be loaded into; before any communication.
-        CheckpointError: there is none that can be loaded; says why of each. Nothing has changed then.
+        CheckpointError: there is none that is whole, and says why of each; or the newest that is whole does not fit,
+            as it is of another model or was saved without what is given here. Nothing has changed then.
         PipelineFailure: a rank was lost.
     """
     objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
@@ -240,6 +247,8 @@ def _load_newest(
         try:
             copy_weights, manifest = checked_weights(model, path, world)
             apply, found = checked_training_state(model, path, state, world, manifest=manifest)
+        except CheckpointMismatch:  # whole: to load an older one would lose steps
+            raise
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
@@ -248,7 +257,7 @@ def _load_newest(
             world.together(f"copying the weights to load {path}", copy_weights)
         for other, reason in damaged.items() if world.rank == 0 else ():
             logger.warning("passed over the checkpoint %s: %s", other, reason)
-        run.go_on(found.run)
+        run.restore_progress(found)
         return Checkpoint(path, found.step, found.extra, damaged)
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
@@ -312,18 +321,10 @@ class Participants:
     def steps_begun(self) -> int:
         return 0 if self.engine is None else self.engine.step_number
 
-    @property
-    def progress(self) -> DropoutState | None:
-        if self.engine is None or self.engine.seed is None:
-            return None
-        return DropoutState(self.engine.seed, self.engine.step_number)
-
-    def go_on(self, run: DropoutState | None) -> None:
-        if self.engine is None:
-            return
-        self.engine.note_loaded()
-        if run is not None:
-            self.engine.seed, self.engine.step_number = run.seed, run.steps_begun
+    def restore_progress(self, loaded: CommonState) -> None:
+        if self.engine is not None:
+            self.engine.note_loaded()
+            restore_progress(self.engine, loaded)
 
     def lost(self) -> str | None:
         """Why a rank will not finish its save, or None."""

@@ -13,6 +13,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from penstock.checkpoint.reader import CheckpointReader, Resharding
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import (
     CheckpointError,
+    CheckpointMismatch,
     Count,
     Place,
     damaged,
@@ -74,8 +76,9 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class CommonState:
-    """What is in the file that every rank reads whole: the fields of `TrainingState`, the pipeline of each rank of the
-    world, and of the optimizer its class and what `OptimizerState` has of the whole model."""
+    """What is in the file that every rank reads whole: the fields of `TrainingState`; for each rank of the world in
+    `pipelines` which batch its pipeline takes; and of the optimizer its class and what `OptimizerState` has of the
+    whole model."""
 
     step: Count
     extra: dict[str, Any]
@@ -118,7 +121,7 @@ def common_content(state: TrainingState, groups: Sequence[Mapping[str, Any]], re
         step=state.step,
         extra=dict(state.extra),
         objects={name: state_of(stateful) for name, stateful in state.objects.items()},
-        pipelines=[report.place.pipeline for report in reports],
+        pipelines=[report.place.replica for report in reports],
         members=members,
         values=values,
         groups=None if state.optimizer is None else [dict(group) for group in groups],
@@ -154,62 +157,85 @@ def checked_training_state(
     variant: str | None = None,
     manifest: Manifest | None = None,
 ) -> tuple[Callable[[], None], CommonState]:
-    """Check on all ranks that a training state is whole and fits, or raise CheckpointError; what gives everything its
-    saved state on this rank, and what every rank reads whole. `manifest`: the table of contents, if it is known."""
-    commons, readers = list[CommonState](), list[CheckpointReader]()
-    random: dict[int, dict[str, Any]] = {}
-    mine: dict[str, Resharding] = {}
+    """Check on all ranks that a training state is whole and fits. Returns what gives everything its saved state on this
+    rank, and what every rank reads whole. `manifest`: the table of contents, if it is known. Raises CheckpointMismatch
+    if it does not fit, CheckpointError if it is damaged."""
+    loading = _Loading(model, directory, state, world, variant, manifest)
+    told = world.together(f"checking the training state to load {directory}", loading.check)
+    return partial(loading.apply, [replica for replica, _ in told], [names for _, names in told]), loading.common
 
-    def check() -> tuple[int, list[str]]:
-        table = manifest or whole_manifest(directory, variant, type(model).__name__)
-        common, reader = read_common(table, directory), CheckpointReader(directory, table, TRAINING, place)
-        commons.append(common)
-        readers.append(reader)
-        if missing := sorted(state.objects.keys() - common.objects.keys() - OPTIONAL):
-            raise CheckpointError(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
-        saved = common.pipelines
-        first = saved.index(pipeline) if pipeline in saved else 0
-        for rank in dict.fromkeys([first, min(world.rank, len(saved) - 1)]):
-            random[rank] = read_random_state(reader, rank)
-        if state.optimizer is None:
-            return pipeline, []
+
+class _Loading:
+    """The loading of a training state on one rank: first it is checked, then applied."""
+
+    common: CommonState
+    _reader: CheckpointReader
+    # States of random generators by the rank of the saving run; the one to go on from on another layout comes first.
+    _random_states: dict[int, dict[str, Any]]
+    # The optimizer's tensors that this rank reads.
+    _tensors: dict[str, Resharding]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        directory: str,
+        state: TrainingState,
+        world: CheckpointRanks,
+        variant: str | None,
+        manifest: Manifest | None,
+    ) -> None:
+        self._model, self._directory, self._state, self._world = model, directory, state, world
+        self._variant, self._manifest = variant, manifest
+
+    def check(self) -> tuple[int, list[str]]:
+        """Check what this rank needs. Returns which batch its pipeline takes, and the names of the parameters in its
+        optimizer. Raises as `checked_training_state`."""
+        model, directory, optimizer = self._model, self._directory, self._state.optimizer
+        manifest = self._manifest or whole_manifest(directory, self._variant, type(model).__name__)
+        self.common = common = read_common(manifest, directory)
+        self._reader = reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
+        if missing := sorted(self._state.objects.keys() - common.objects.keys() - OPTIONAL):
+            raise CheckpointMismatch(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
+        saved, replica = common.pipelines, self._world.place.replica
+        first = saved.index(replica) if replica in saved else 0
+        needed = dict.fromkeys([first, min(self._world.rank, len(saved) - 1)])
+        self._random_states = {rank: read_random_state(reader, rank) for rank in needed}
+        self._tensors = {}
+        if optimizer is None:
+            return replica, []
         if common.groups is None:
-            raise CheckpointError(f"{directory} has no optimizer state")
+            raise CheckpointMismatch(f"{directory} has no optimizer state")
         saved_shapes = {key: location.info.shape for key, location in reader.locations.items()}
-        mine.update(reshardings_of(model, state.optimizer, table, saved_shapes))
-        reader.verify(mine)
-        members = collect_optimizer(model, state.optimizer).members  # which refuses parameters that are not the model's
-        return pipeline, [name for group in members for name in group]
+        self._tensors = reshardings_of(model, optimizer, manifest, saved_shapes)
+        reader.verify(self._tensors)
+        members = collect_optimizer(model, optimizer).members  # which refuses parameters that are not the model's
+        return replica, [name for group in members for name in group]
 
-    def apply() -> None:
-        if state.optimizer is not None:
+    def apply(self, replicas: Sequence[int], held: Sequence[Sequence[str]]) -> None:
+        """Give everything its saved state. `replicas`, `held`: what `check` has returned on each rank."""
+        model, common, optimizer = self._model, self.common, self._state.optimizer
+        if optimizer is not None:
             saved = {name for group in common.members for name in group}
-            if lost := sorted(saved - {name for _, names in held for name in names}):
+            if lost := sorted(saved.difference(*held)):
                 raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
-            tensors = ((key, reader.read(key, sharding)) for key, sharding in mine.items())
+            tensors = ((key, self._reader.read(key, sharding)) for key, sharding in self._tensors.items())
             whole = OptimizerState(common.groups or [], common.members, common.values)
-            restore_optimizer(model, state.optimizer, whole, tensors, common.optimizer or "another optimizer")
-            for parameter in parameters_by_name(model, state.optimizer).values():
+            restore_optimizer(model, optimizer, whole, tensors, common.optimizer or "another optimizer")
+            for parameter in parameters_by_name(model, optimizer).values():
                 parameter.grad = None  # of another run's step
-        for name, stateful in state.objects.items():
+        for name, stateful in self._state.objects.items():
             if name in common.objects:
-                restore_object(stateful, common.objects[name], f"the state of {name!r} in {directory}")
-        # On another layout those of a pipeline go on as its first rank's, or the first of all if there was none such.
-        alike = common.pipelines == [one for one, _ in held]
-        restore_random_state(random[world.rank if alike else next(iter(random))])
-
-    place, pipeline = tensor_parallel_place(model), world.place.pipeline
-    # Of each rank its pipeline, and the parameters in its optimizer.
-    held = world.together(f"checking the training state to load {directory}", check)
-    (common,), (reader,) = commons, readers
-    return apply, common
+                restore_object(stateful, common.objects[name], f"the state of {name!r} in {self._directory}")
+        # On another layout those that take a batch go on as the first rank did that took it, or as the first of all.
+        alike = common.pipelines == list(replicas)
+        restore_random_state(self._random_states[self._world.rank if alike else next(iter(self._random_states))])
 
 
 @contextlib.contextmanager
 def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
     """Around `apply`, here and elsewhere: the training state is put back as it was. Weights, which are copied last, are
     not."""
-    random, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
+    random_states, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
     # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
     before: list[tuple[Any, Any]] = [(one, one.state_dict()) for one in optimizers]
     before += [(one, copy.deepcopy(one.state_dict())) for one in state.objects.values()]
@@ -222,7 +248,7 @@ def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
                 one.load_state_dict(content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        restore_random_state(random)
+        restore_random_state(random_states)
         raise
 
 
@@ -242,7 +268,7 @@ def read_common(manifest: Manifest, directory: str) -> CommonState:
         if not common.pipelines:
             raise damaged(path, ["pipelines"], [], "the pipeline of each rank")
         return common
-    raise CheckpointError(f"{directory} has no training state")
+    raise CheckpointMismatch(f"{directory} has no training state")
 
 
 @dataclass(frozen=True)

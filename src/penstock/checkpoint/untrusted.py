@@ -14,7 +14,7 @@ import re
 import reprlib
 import stat
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, BinaryIO, get_args, get_origin, get_type_hints
@@ -31,6 +31,10 @@ Checksum = Annotated[int, (0, 2**32 - 1)]
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The message names the file and the rank."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is whole as far as was looked, but does not fit the model or what else is to be loaded."""
 
 
 def describe(error: BaseException) -> str:
@@ -157,11 +161,26 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is no JSON")
 
 
+# In the metadata of a dataclass's field: the name that files give it, if it is another.
+KEY = "key"
+
+
+def _key_of(one: Field[Any]) -> str:
+    key: str = one.metadata.get(KEY, one.name)
+    return key
+
+
+def content_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass by the names that files give them; the inverse of `typed`."""
+    return {_key_of(one): getattr(value, one.name) for one in fields(value)}
+
+
 @cache
-def _fields_of(kind: type) -> dict[str, tuple[Any, bool]]:
-    """For each field of a dataclass its type, and whether it must be given."""
+def _fields_of(kind: type) -> dict[str, tuple[str, Any, bool]]:
+    """For each field of a dataclass its name in files, its type, and whether it must be given."""
     hints = get_type_hints(kind, include_extras=True)
-    return {one.name: (hints[one.name], one.default is one.default_factory) for one in fields(kind)}  # both are MISSING
+    # If it must be given, both are MISSING.
+    return {one.name: (_key_of(one), hints[one.name], one.default is one.default_factory) for one in fields(kind)}
 
 
 _shorten = reprlib.Repr()
@@ -196,11 +215,11 @@ def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
         if origin is dict:
             return {key: typed(parts[1], one, file, *where, key) for key, one in value.items()}
         given = {}
-        for name, (one, needed) in _fields_of(kind).items():
-            if needed and name not in value:
-                raise damaged(file, where, value, f"an object with {name!r}")
-            if needed or value.get(name) is not None:
-                given[name] = typed(one, value[name], file, *where, name)
+        for name, (key, one, needed) in _fields_of(kind).items():
+            if needed and key not in value:
+                raise damaged(file, where, value, f"an object with {key!r}")
+            if needed or value.get(key) is not None:
+                given[name] = typed(one, value[key], file, *where, key)
         return kind(**given)
     if origin in (list, tuple):
         if not isinstance(value, list):

@@ -55,8 +55,8 @@ def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
     if (training := found["training"]) is not None:
         lines.append(
             f"  step {training['step']}, with the state of {', '.join(training['objects']) or 'no object'}, and of "
-            f"{training['parameter_groups']} parameter group(s) of an optimizer; {training['ranks']} rank(s) in "
-            f"{training['pipelines']} pipeline(s)"
+            f"{training['parameter_groups']} parameter group(s) of an optimizer; {training['ranks']} rank(s), which "
+            f"take {training['pipelines']} batch(es) in a step"
         )
     weights = found["parameters"]
     lines.append(

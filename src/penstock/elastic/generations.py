@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.config.elastic import Elastic
-from penstock.elastic.formations import Formations
+from penstock.elastic.layout_planner import LayoutPlanner
 from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse, tell
 from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
@@ -63,9 +63,9 @@ class Generations:
 
     now: Decision
 
-    def __init__(self, settings: Elastic, formations: Formations, tensor_parallel_size: int, facts: str) -> None:
+    def __init__(self, settings: Elastic, planner: LayoutPlanner, tensor_parallel_size: int, facts: str) -> None:
         self.settings = settings
-        self.formations = formations
+        self.planner = planner
         self.num_fruitless = 0
         self.checkpoint: Callable[[], tuple[int, str] | None] = lambda: None
         self._board: FailureBoard | None = None
@@ -135,7 +135,7 @@ class Generations:
                     self.number, len(here), settings.start,
                 )  # fmt: skip
             if enough and here and here[0] == self.number:
-                proposal = self.formations.decide((), here[: settings.start or len(here)], 0, pulse.record)
+                proposal = self.planner.decide((), here[: settings.start or len(here)], 0, pulse.record)
                 meeting.create("decision/0", proposal.to_json())
             time.sleep(PAUSE)
         return first
@@ -214,7 +214,7 @@ class Generations:
         before = self.now
 
         def plan(view: View) -> Decision:
-            return self.formations.following(view, before, self.membership, self.checkpoint)
+            return self.planner.following(view, before, self.membership, self.checkpoint)
 
         following = agree(self.membership, before, report, plan, announce)
         # That others join explains no change to a member that is itself joining.

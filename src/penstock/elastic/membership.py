@@ -214,9 +214,10 @@ class Membership:
             assert record is not None
             if record.facts != self.record.facts:
                 self.refuse(
-                    member, "its model or its settings are not those of the run (member "
-                    f"{member} on {record.host}); every process must be given the same",
-                )  # fmt: skip
+                    member,
+                    f"member {member} on {record.host} was given another model or other settings than the run; every "
+                    "process must be given the same",
+                )
             elif self.refusal(member) is None:
                 found.append(member)
         return found

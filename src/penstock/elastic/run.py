@@ -1,9 +1,9 @@
 """Steps as transactions, and the recovery when members of a run are lost.
 
-`perform` makes the calls in which all ranks take part, and keeps a log of those since the last update; `commit` makes
-the update, after a vote. When a rank is lost in any of them, those that are left agree on the next generation, take up
-its layout with the same objects, and repeat what the log says is lost. So the caller sees a call that took longer. If
-values were lost with all that had them, everybody goes back to the last checkpoint.
+`run_call` makes the calls in which all ranks take part, and keeps a log of those since the last update; `commit_update`
+makes the update, after a vote. When a rank is lost in any of them, those that are left agree on the next generation,
+take up its layout with the same objects, and repeat what the log says is lost. So the caller sees a call that took
+longer. If values were lost with all that had them, everybody goes back to the last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ElasticRun:
 
     Attributes:
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
-        performing: whether `perform` is at work.
+        in_call: whether `run_call` is at work.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
         save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.
@@ -69,7 +69,7 @@ class ElasticRun:
         self.step = generations.now.step
         self.joined = not generations.now.is_first
         self.changes: list[Change] = []
-        self.performing = False
+        self.in_call = False
         self.last_resort: LastResort | None = None
         self.save_unfinished: Callable[[], None] | None = None
         self.num_steps: int | None = None
@@ -86,7 +86,9 @@ class ElasticRun:
         self._updated: Any = None
         self._change_due = generations.now.handing_over
         self._handled = generations.now.requests
-        self._change: Change | None = None
+        self._change: Change | None = None  # under way, until what was lost is done again
+        self._has_formed = True  # whether the generation that it led to came about
+        self._interrupted: list[Change] = []  # whose generation came about, and lost a rank before that
         self._migration: Migration | None = None  # of the change under way
         self._redo_from = 0.0
         engine.recovery = self
@@ -113,17 +115,17 @@ class ElasticRun:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def perform(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
+    def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
         """Do something that all ranks do, however many are lost meanwhile; see `LoggedCall`. Raises what it raises that
         is no loss of a rank, and RunEnded if those that are left cannot go on."""
-        result: T = self._perform(LoggedCall(work, trains, local))
+        result: T = self._run_logged(LoggedCall(work, trains, local))
         return result
 
-    def _perform(self, call: LoggedCall) -> Any:
+    def _run_logged(self, call: LoggedCall) -> Any:
         while self._change_due and call.trains and not self._log.training:
             self._change_members()
         while True:
-            self.performing = True
+            self.in_call = True
             try:
                 self._repeat()
                 result = call.run()
@@ -131,16 +133,16 @@ class ElasticRun:
                 self._recover(error)
                 continue
             finally:
-                self.performing = False
+                self.in_call = False
             if not call.stale:
                 self._log.add(call)
             self._note_redone()
             return result
 
-    def do(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
-        """Do something without gradients on all ranks, again after a rank was lost. See `perform`. `stale`: is done in
+    def run_without_gradients(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
+        """Do something without gradients on all ranks, again after a rank was lost. See `run_call`. `stale`: is done in
         place of `work` if the run went back to a checkpoint meanwhile; by default that is an error."""
-        if self.performing:
+        if self.in_call:
             return work()
         restored = self.num_restored
 
@@ -155,10 +157,10 @@ class ElasticRun:
             )
 
         call = LoggedCall(unless_stale, trains=False)
-        result: T = self._perform(call)
+        result: T = self._run_logged(call)
         return result
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
+    def run_step(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
         or, if the run went back to a checkpoint, the one that follows there."""
         if not isinstance(batches, Batches):
@@ -184,7 +186,7 @@ class ElasticRun:
                     position = batches.position
                     return step(next(batches))
 
-        return self.perform(once, trains)
+        return self.run_call(once, trains)
 
     def load(self, load: Callable[[], int | None]) -> None:
         """Load all values on all ranks, again after a rank was lost. `load`: returns the step of what it has loaded;
@@ -196,10 +198,10 @@ class ElasticRun:
             self._restoring = False
             self.step = self.step if step is None else step
 
-        self.do(work)
+        self.run_without_gradients(work)
         self._begin_log()
 
-    def commit(self, prepare: Callable[[], Callable[[], T]]) -> T:
+    def commit_update(self, prepare: Callable[[], Callable[[], T]]) -> T:
         """Make an update on all ranks or on none. `prepare`: does what needs other ranks, and returns the update, which
         needs none but for what `complete_update` is given."""
         before = self._num_updates
@@ -215,11 +217,11 @@ class ElasticRun:
         self._note_redone()
         if self._after_update is not None:
             made_from, restored = self._updated_from, self.num_restored
-            self.do(self._after_update, stale=lambda: None)
+            self.run_without_gradients(self._after_update, stale=lambda: None)
             if self.num_restored != restored:  # the update is lost: make it again where the run is now
                 for call in made_from:
-                    self._perform(call)
-                return self.commit(prepare)
+                    self._run_logged(call)
+                return self.commit_update(prepare)
         updated: T = self._updated
         return updated
 
@@ -275,7 +277,7 @@ class ElasticRun:
                 hand_over(self.engine, self.states.optimizer, leaving, self._migration)
             elif self.save_unfinished is not None and not all_saved:
                 self.save_unfinished()
-            self._go_over("a planned change", (), planned=True, leaving=leaving)
+            self._enter_next_generation("a planned change", (), planned=True, leaving=leaving)
         except Exception as error:
             self._recover(error)
 
@@ -287,29 +289,33 @@ class ElasticRun:
                 raise error
             self.generations.refuse_if_fruitless(error)
             try:
-                self._go_over(str(error), self.generations.suspects(), planned=False)
+                self._enter_next_generation(str(error), self.generations.suspects(), planned=False)
                 return
             except Exception as another:
                 another.__cause__ = another.__cause__ or error
                 error = another
 
-    def _go_over(self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False) -> None:
+    def _enter_next_generation(
+        self, cause: str, suspects: tuple[int, ...], planned: bool, leaving: bool = False
+    ) -> None:
         """Go over from this generation to the next. What is lost then is repeated by the call under way, or the next
         one (`_repeat`)."""
         started, failed_at = time.time(), self.engine.board.failed_at
         self.generations.membership.unwatch()
         self.engine.dissolve()
         self._migration = self._migration or Migration.of(self.engine)
-        following = self._agree(self._report(suspects, planned, leaving, self._migration), cause)
-        self._change = self._record_of_change(following, cause, started, failed_at)
+        following = self._agree(self._make_report(suspects, planned, leaving, self._migration), cause)
+        self._change, self._has_formed = self._record_of_change(following, cause, started, failed_at), False
         if leaving and self.generations.number not in following.members:
             self._leave(following.end)
         if following.end:
             raise RunEnded(f"the run cannot go on: {following.end}. {self.engine.board.advice()}")
-        self._settle(following)
+        self._catch_up(following)
         self._form(following, self._change)
 
-    def _report(self, suspects: tuple[int, ...], planned: bool, leaving: bool, migration: Migration) -> MemberReport:
+    def _make_report(
+        self, suspects: tuple[int, ...], planned: bool, leaving: bool, migration: Migration
+    ) -> MemberReport:
         """What this member says at the end of a generation."""
         return MemberReport(
             self.generations.number,
@@ -338,7 +344,11 @@ class ElasticRun:
 
     def _record_of_change(self, following: Decision, cause: str, started: float, failed_at: float | None) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
-        unfinished = () if self._change is None else self._change.lost  # by a generation that did not come about
+        unfinished: tuple[int, ...] = ()
+        if self._change is not None and self._has_formed:
+            self._interrupted.append(self._change)
+        elif self._change is not None:  # no generation has followed without those that it lost
+            unfinished = self._change.lost
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
@@ -357,7 +367,7 @@ class ElasticRun:
             seconds,
         )
 
-    def _settle(self, following: Decision) -> None:
+    def _catch_up(self, following: Decision) -> None:
         """Make the last update, if another survivor has made it; otherwise forget its gradients."""
         engine = self.engine
         if following.restore:
@@ -406,7 +416,7 @@ class ElasticRun:
         if following.restore:
             self._restore(following, change)
         change.seconds["form"] = time.perf_counter() - started - change.seconds["move"]
-        self._redo_from = time.perf_counter()
+        self._redo_from, self._has_formed = time.perf_counter(), True
 
     def _restore(self, now: Decision, change: Change) -> None:
         """Go back to a checkpoint: some values were lost."""
@@ -418,24 +428,23 @@ class ElasticRun:
             now.restore,
         )
         try:
-            self.performing = True
+            self.in_call = True
             self.last_resort.go_back(now.step)
         except ValueError as error:
             raise RunEnded(f"the run cannot go on: {error}") from error
         finally:
-            self.performing = False
+            self.in_call = False
         self._restoring = self._going_back = False
         self._log.go_back(self.engine.step_number)
         change.seconds["move"], change.num_bytes = time.perf_counter() - started, 0
 
     def _note_redone(self) -> None:
-        change = self._change
-        if change is None:
+        if self._change is None:
             return
-        change.seconds["redo"] = time.perf_counter() - self._redo_from
-        self.changes.append(change)
-        self._change = None
-        if dist.get_rank() == 0:
+        self._change.seconds["redo"] = time.perf_counter() - self._redo_from
+        finished, self._change, self._interrupted = [*self._interrupted, self._change], None, []
+        self.changes += finished
+        for change in finished if dist.get_rank() == 0 else ():
             logger.warning("%s", change)
 
     def _leave(self, end: str) -> None:
@@ -455,7 +464,7 @@ class ElasticRun:
     def _owned_parameters(self, migration: Migration) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""
         engine = self.engine
-        if self._restoring or engine.options.with_owners is None:
+        if self._restoring or engine.options.owner_choice is None:
             return ()
         return tuple(name for name in engine.known if name in migration.had and name not in migration.elsewhere)
 

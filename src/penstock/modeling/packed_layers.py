@@ -1,6 +1,7 @@
 """Weights that a library keeps packed, in a few bits a number: linear layers, and stacks of experts.
 
-They are recognised by the libraries' names, and marked, as the core imports nothing of a library: it asks the mark.
+They are recognised by the package of a parameter's class, optimum's by their attribute `weight_qtype`, and marked: the
+core imports nothing of a library, and looks at `Record.packed` instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine that runs a parallelised model: one rank's part of a layout of pipelines, and what it needs to run steps.
 
-`formation` forms engines, and re-forms them with other ranks or in another layout. What an engine is made of then is in
-`parts`; here is what lasts over formations, and what the ranks do together. A training step begins here; an evaluation
-in `evaluation`, a generation in `generation.generate`."""
+`formation` forms engines; `reforming` forms them anew, with other ranks or in another layout, and for copies of models.
+What an engine is made of then is in `parts`; here is what lasts over formations, and what the ranks do together. A
+training step begins here; an evaluation in `evaluation`, a generation in `generation.generate`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StepObserver(Protocol):
 
 
 class Engine:
-    """One rank's part of a layout: trains, and reduces gradients. `formation` makes and re-forms it.
+    """One rank's part of a layout: trains, and reduces gradients. See `formation` and `reforming` for how it forms.
 
     Attributes:
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
@@ -373,7 +373,7 @@ class Engine:
         with self.together(call, [self.parts.updates.state(), self.parts.copies.agreement_term()]) as said:
             words = mixed_update({rank: facts[0] for rank, facts in said.items()})
             if words is None and sum(facts[1] for facts in said.values()) % MODULUS:
-                words = self.parts.copies.settle()
+                words = self.parts.copies.reconcile()
             if words is not None:
                 warnings.warn(words, stacklevel=4)
             yield

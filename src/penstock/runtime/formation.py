@@ -1,8 +1,8 @@
 """Ranks form the engine of a model.
 
-`forming` is around all that they do together until it stands. `parallelize` is the one function that turns a model and
-a layout into a running engine; all ranks of the layout call it together. What they agree on before their first step
-stands below: the model, equal weights, random numbers. See `reforming` for what may come later.
+`forming` is around all that they do together until it stands. `parallelize` turns a model and a layout into a running
+engine; all ranks of the layout call it together. What they agree on before their first step stands below: the model,
+equal weights, random numbers. `reforming` forms an engine anew in another layout, and makes that of a copy of a model.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def form_parts(
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
     rank, timeout = dist.get_rank(), engine.options.timeout
-    broadcasts = engine.options.with_owners is not None
+    broadcasts = engine.options.owner_choice is not None
     with board.guard("making process groups", range(layout.world_size)):
         groups = interruptible(
             partial(Groups, layout, rank, device, shared, timeout, board.refuse_if_failed, broadcasts),
@@ -165,7 +165,7 @@ def form_parts(
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
-    parts = Parts(split, context, make_schedule, held, engine.options.with_owners, engine.options.share_sequences)
+    parts = Parts(split, context, make_schedule, held, engine.options.owner_choice, engine.options.share_sequences)
     engine.take_up(parts)
     first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     engine.num_evaluations = 0  # of ranks that come new, too
@@ -184,7 +184,7 @@ def form_parts(
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """What tells two models apart, other than where they were loaded from and the weights; for `require_agreement`."""
-    config, given = configuration_of(model), known_of(model).example_inputs or {}
+    config = configuration_of(model)
     settings = {} if config is None else config.to_dict()
     facts = {f"the model's config.{name}": value for name, value in settings.items() if name != "_name_or_path"}
     if not settings:
@@ -194,20 +194,27 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "the model's class": type(model).__name__,
         "the model's number of parameters": sum(parameter.numel() for parameter in model.parameters()),
         "the type of its weights": str(next((p.dtype for p in model.parameters() if p.is_floating_point()), None)),
-        "example_inputs": {
-            name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
-            for name, value in given.items()
-        },
+        "example_inputs": forms_of(known_of(model).example_inputs),
         **facts,
+    }
+
+
+def forms_of(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What tells one model's example inputs apart: their values do not matter."""
+    return {
+        name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+        for name, value in (inputs or {}).items()
     }
 
 
 @contextmanager
 def forming(
-    timeout: datetime.timedelta | None = None, on_board: Callable[[FailureBoard], object] = lambda board: None
+    timeout: datetime.timedelta | None = None,
+    on_board: Callable[[FailureBoard], object] = lambda board: None,
+    call: str = "initialize()",
 ) -> Iterator[FailureBoard]:
     """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be, to
-    `on_board` first of all.
+    `on_board` first of all. `call`: what errors say that the ranks were in.
 
     torch.distributed is initialised from the environment, with `timeout`, unless it is already. From here on a rank
     that is lost is an error on every rank. After an error the board is given up here.
@@ -216,7 +223,7 @@ def forming(
     board = job_board()
     on_board(board)
     try:
-        with board.position.call("initialize()", world=True):
+        with board.position.call(call, world=True):
             refuse_shared_devices(default_store(), board)
             yield board
     except BaseException:

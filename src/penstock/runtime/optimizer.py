@@ -167,7 +167,7 @@ class PipelineOptimizer(Optimizer):
 
     def _together(self, change: Callable[[], T], local: bool = False) -> T:
         """Change the gradients; the change is repeated if they are computed again."""
-        return self.pipeline.recovery.perform(change, trains=True, local=local)
+        return self.pipeline.recovery.run_call(change, trains=True, local=local)
 
     def get_grad_norm(self) -> float | None:
         """The norm of the whole model's gradients before the last `step`; None if it did not need to know."""
@@ -180,7 +180,7 @@ class PipelineOptimizer(Optimizer):
         """
         if closure is not None:
             raise ValueError("an optimizer's step over pipelines takes no closure: run the step's forwards before it")
-        return self.pipeline.recovery.commit(self._prepare)
+        return self.pipeline.recovery.commit_update(self._prepare)
 
     def _prepare(self) -> Callable[[], Any]:
         """The part of a step that needs other ranks; the update itself needs none."""

@@ -56,14 +56,18 @@ class SharesSequences(Protocol):
 class EngineOptions:
     """The same on all ranks; see `penstock.config.configuration.Configuration` for those that have its names.
 
+    They are filled from the configuration or the plugin (`_plan` in `api/initialize.py`, `config/plugin_settings.py`),
+    but for two: when the ranks form (`api/builder.py`), `form` completes `batch_dim` by what the example inputs show,
+    and `build` fills in `share_sequences` by the layout.
+
     Attributes:
         num_microbatches, microbatch_size: how a batch is split, if not by its own number of microbatches.
         batch_dim: of inputs, the dimension that has the samples, or None, where it is not the first.
         timeout: how long a transfer may take; None for that of torch's default process group.
         patience: how many seconds a rank waits for others before it says so.
         autocast, trace, trace_steps: what the engine's attributes of these names are at first.
-        with_owners: None: every holder of a parameter owns it.
-        share_sequences: None: each pipeline computes whole sequences.
+        owner_choice: who keeps the optimizer's state of each parameter; None: every rank that holds it.
+        share_sequences: how pipelines share sequences; None: each computes whole ones.
     """
 
     num_microbatches: int | None = None
@@ -75,5 +79,5 @@ class EngineOptions:
     timeout: datetime.timedelta | None = None
     patience: float = PATIENCE_SECONDS
     autocast: torch.dtype | None = None
-    with_owners: OwnerChoice | None = None
+    owner_choice: OwnerChoice | None = None
     share_sequences: SharesSequences | None = None

@@ -68,7 +68,7 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
 
 class Parts:
     """One rank's parts. All ranks of the layout make theirs together. `held`: the parameters this rank holds, with the
-    other ranks that do, and the owners that `with_owners` chooses. `updates`: whether the weights have changed since
+    other ranks that do, and the owners that `owner_choice` chooses. `updates`: whether the weights have changed since
     the last step."""
 
     gradients: Gradients
@@ -80,10 +80,10 @@ class Parts:
         context: RankContext,
         make_schedule: ScheduleMaker,
         held: Sequence[HeldParameter],
-        with_owners: OwnerChoice | None = None,
+        owner_choice: OwnerChoice | None = None,
         share_sequences: SharesSequences | None = None,
     ) -> None:
-        self.make_schedule, self._split, self._with_owners = make_schedule, split, with_owners
+        self.make_schedule, self._split, self._owner_choice = make_schedule, split, owner_choice
         self.context, self.held = context, held
         self._schedules: dict[int, Schedule] = {}
         self._checksums: dict[int, int] = {}
@@ -106,8 +106,8 @@ class Parts:
     def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
-        if self._with_owners is not None:
-            self.held = self._with_owners(self.held, before, context)
+        if self._owner_choice is not None:
+            self.held = self._owner_choice(self.held, before, context)
         self.gradients = Gradients(self.held, context)
         self._ids = frozenset(id(one.parameter) for one in self.held)
         self._has_owners = any(one.owners for one in self.held)
@@ -217,7 +217,7 @@ class Parts:
                 "(parameter.data.copy_(...))"
             )
         torn = len({state for _, state, _ in every}) > 1  # an update that a signal kept some ranks from
-        if words := self.copies.settle(adopt=torn):
+        if words := self.copies.reconcile(adopt=torn):
             if not torn:
                 raise SettingsMismatch(words)
             warnings.warn(f"{words}. From here on all have the copy of the first of these ranks", stacklevel=2)

@@ -30,7 +30,7 @@ class Recovery(Protocol):
 
     Attributes:
         repeats: whether a call may be made again, with other ranks.
-        performing: whether one is being made.
+        in_call: whether one is being made.
         joined: whether this process came to a run under way.
         step: updates made in the run; 0 where nobody counts them.
         accumulating: whether there are gradients that no update has used, which a repetition would need.
@@ -39,7 +39,7 @@ class Recovery(Protocol):
     """
 
     repeats: bool
-    performing: bool
+    in_call: bool
     joined: bool
     step: int
     last_resort: LastResort | None
@@ -48,22 +48,22 @@ class Recovery(Protocol):
     @property
     def accumulating(self) -> bool: ...
 
-    def perform(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
+    def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
         """Make a call. `trains`: it makes or changes gradients, so it is made again with the step that they belong to.
         `local`: it needs no other rank."""
 
-    def do(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
+    def run_without_gradients(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
         """Make a call that makes no gradients. `stale`: is made in its place if the values that it is about were lost
         meanwhile; by default that is an error."""
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
+    def run_step(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. `pause`: gives the context in
         which gradients only accumulate, if they do."""
 
     def load(self, load: Callable[[], int | None]) -> None:
         """Load all values. `load`: returns the step of what it has loaded; None if nothing has changed."""
 
-    def commit(self, prepare: Callable[[], Callable[[], T]]) -> T:
+    def commit_update(self, prepare: Callable[[], Callable[[], T]]) -> T:
         """Make an update. `prepare`: does what needs other ranks, and returns the update, which needs none."""
 
     def complete_update(self, work: Callable[[], object]) -> None:
@@ -85,24 +85,24 @@ class Recovery(Protocol):
 class NoRecovery:
     """Every call is made once."""
 
-    repeats = performing = joined = accumulating = False
+    repeats = in_call = joined = accumulating = False
     step = 0
     last_resort: LastResort | None = None
     save_unfinished: Callable[[], None] | None = None
 
-    def perform(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
+    def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
         return work()
 
-    def do(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
+    def run_without_gradients(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
         return work()
 
-    def execute(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
+    def run_step(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         return step(next(batches))
 
     def load(self, load: Callable[[], int | None]) -> None:
         load()
 
-    def commit(self, prepare: Callable[[], Callable[[], T]]) -> T:
+    def commit_update(self, prepare: Callable[[], Callable[[], T]]) -> T:
         return prepare()()
 
     def complete_update(self, work: Callable[[], object]) -> None:

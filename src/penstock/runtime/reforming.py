@@ -68,7 +68,7 @@ def reform(
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
-    with forming(engine.options.timeout, on_board) as board:
+    with forming(engine.options.timeout, on_board, call="a re-formation") as board:
         board.resume.update(saved)
         engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)

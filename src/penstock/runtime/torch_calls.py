@@ -2,7 +2,7 @@
 
 `clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
 `GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused,
-as are updates inside a training step. Of others the engine is told when they begin and end.
+as are updates inside a training step. The engine is told when other updates begin and end.
 A scheduler that accelerate has prepared steps once for each pipeline, not for each rank. Other models' parameters are
 not concerned.
 """
@@ -46,7 +46,7 @@ def follow(engine: Engine) -> None:
 
 @functools.cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_refuse_over_all)
+    register_optimizer_step_pre_hook(_refuse_unsupported_optimizer)
     register_optimizer_step_pre_hook(_before_update)
     register_optimizer_step_post_hook(_after_update)
     # Both are wrappers for torch.no_grad. The function inside is exchanged, so that whoever has imported one has ours.
@@ -161,8 +161,9 @@ def _after_update(optimizer: Optimizer, *_: Any) -> None:
         engine.parts.updates.end_update()
 
 
-def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
-    """Before each optimizer's step."""
+def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
+    """Before each optimizer's step: refuse one whose updates depend on other parameters, or that runs the model, or
+    that divides its state among ranks; and over sharded weights one that computes from whole matrices."""
     kind, closure = type(optimizer), kwargs.get("closure", args[1] if len(args) > 1 else None)
     names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
@@ -178,13 +179,15 @@ def _refuse_over_all(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> 
             f"{kind.__name__} divides its state among all ranks as if they were replicas, but each has parameters of "
             "its own. Take torch.optim.AdamW, and sharded_optimizer=True to divide its state"
         )
+    instead = ""
     if over_all and engines_of(parameters):
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
     elif any(one.sharded and id(one.parameter) in ids for engine in _engines for one in engine.held):
         how = "computes an update from the whole of a matrix, but with tensor parallelism each rank has parts of them"
+        instead = ", or leave tensor_parallel_size out"
     else:
         return
     raise NotImplementedError(
         f"{kind.__name__} {how}: its updates would not be those of the unsplit model. Take one that treats each number "
-        "by itself, such as torch.optim.AdamW"
+        f"by itself, such as torch.optim.AdamW{instead}"
     )

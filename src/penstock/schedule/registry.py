@@ -19,7 +19,7 @@ from penstock.schedule.validation import validate
 
 # What a user asks for: a name, or a schedule written out.
 Asked = TypeVar("Asked")
-# What `initialize` and the plugin settle by the model, see `settle`; where no model is at hand it is `PLAIN`.
+# What `initialize` and the plugin replace by the model, see `resolve_auto`; where no model is at hand it is `PLAIN`.
 AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
@@ -184,7 +184,7 @@ def named_schedule(name: str) -> NamedSchedule:
     return row
 
 
-def settle(name: Asked, deferring_pays: bool) -> Asked | str:
+def resolve_auto(name: Asked, deferring_pays: bool) -> Asked | str:
     """The schedule to run where a user asked for `name`, or for one written out, with one stage on each rank.
 
     ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its

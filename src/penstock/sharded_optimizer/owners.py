@@ -21,13 +21,14 @@ BYTES_KEPT = 3
 class OwnershipGroup(NamedTuple):
     """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
     Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
-    `num_bytes`: what an owner keeps for it. What is not trained comes last. `places`: of the holders that should own it
-    rather than others, all if empty: a tied weight is updated as its first name says, as in the unsplit model."""
+    `num_bytes`: what an owner keeps for it. What is not trained comes last. `preferred`: the places of the holders that
+    own it unless there are too few of them, so that a tied weight is updated as its first name says, as in the unsplit
+    model; if it is empty, no holder is preferred."""
 
     holders: tuple[tuple[int, ...], ...]
     num_bytes: float
     is_trained: bool = True
-    places: tuple[int, ...] = ()
+    preferred: tuple[int, ...] = ()
 
 
 def choose_owners(parts: Sequence[OwnershipGroup], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
@@ -44,8 +45,8 @@ def choose_owners(parts: Sequence[OwnershipGroup], used: Sequence[float], copies
     for index in sorted(range(len(parts)), key=lambda index: (not parts[index].is_trained, -parts[index].num_bytes)):
         columns = list(zip(*parts[index].holders, strict=True))
         fullest = [max(load[rank] for rank in column) for column in columns]
-        better = parts[index].places or range(len(columns))
-        ranked = sorted(range(len(columns)), key=lambda place: (place not in better, fullest[place]))
+        preferred = parts[index].preferred or range(len(columns))
+        ranked = sorted(range(len(columns)), key=lambda place: (place not in preferred, fullest[place]))
         found[index] = tuple(sorted(ranked[:copies]))
         for place in found[index]:
             for rank in columns[place]:
@@ -70,22 +71,22 @@ def with_owners(
     used = sum(one.parameter.nbytes for one in held) - (device_memory() or 0.0)
     mine = [
         used,
-        [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad, _places(one)] for one in new],
+        [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad, _preferred(one)] for one in new],
     ]
     said = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
     holders: dict[str, list[tuple[int, ...]]] = {}
     sizes: dict[str, int] = {}
     trained: set[str] = set()
-    better: dict[str, tuple[int, ...]] = {}
+    preferred: dict[str, tuple[int, ...]] = {}
     for _, theirs in said:
         for name, ranks, num_bytes, is_trained, places in theirs:
-            better[name] = tuple(places)
+            preferred[name] = tuple(places)
             holders.setdefault(name, []).append(tuple(ranks))
             sizes[name] = num_bytes
             trained |= {name} if is_trained else set()
     # What is frozen now takes no memory, but may be trained later.
     parts = [
-        OwnershipGroup(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, better[name])
+        OwnershipGroup(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, preferred[name])
         for name in holders
     ]
     chosen_places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
@@ -94,6 +95,6 @@ def with_owners(
     return [replace(one, owners=owners.get((one.name, one.ranks), ())) for one in held]
 
 
-def _places(one: HeldParameter) -> list[int]:
-    """Among its holders, those that have it under its first name."""
-    return [one.ranks.index(rank) for rank in one.named]
+def _preferred(one: HeldParameter) -> list[int]:
+    """Among its holders, the places of those that have it under its first name."""
+    return [one.ranks.index(rank) for rank in one.holders_by_first_name]

@@ -26,7 +26,7 @@ SENT_ALONE = 2**18
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def dividing(copies: int) -> OwnerChoice | None:
+def owner_choice(copies: int) -> OwnerChoice | None:
     """What an engine is given so that so many holders of each parameter update it; None for 0: all do."""
     if not copies:
         return None
@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
         _hooks.pop(optimizer).remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
-        if engine.options.with_owners is None:
+        if engine.options.owner_choice is None:
             continue
         if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
             continue

@@ -303,7 +303,7 @@ class PluginPipelines(Pipelines):
             return work()
         if run is None:
             raise RuntimeError("with elastic= the model is parallelised by train(): call it first")
-        if run.performing:
+        if run.in_call:
             return work()
         engine, begin = run.engine, self._snapshot()
         done: list[T] = []
@@ -321,7 +321,7 @@ class PluginPipelines(Pipelines):
             done.append(result)
             return result
 
-        found: T = run.do(once)
+        found: T = run.run_without_gradients(once)
         return found
 
     def _snapshot(self) -> tuple[Any, ...]:

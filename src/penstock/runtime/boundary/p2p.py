@@ -28,8 +28,9 @@ from penstock.runtime.report import label
 
 
 class Message(IntEnum):
-    """What a message carries. Headers and activations go forward, to the next stage. Losses, gradients and what says
-    which gradients there are go back. Results go from the rank of the last stage straight to each of the others."""
+    """What a message carries. Headers and activations go forward, to the next stage. Losses, gradients and presence
+    flags, which say which gradients there are, go back. Results go from the rank of the last stage straight to each of
+    the others."""
 
     HEADER = 0
     ACTIVATION = 1
@@ -266,7 +267,8 @@ def encode_header(specs: Sequence[TensorSpec]) -> torch.Tensor:
     for spec in specs:
         if len(spec.shape) > MAX_DIMENSIONS:
             raise ValueError(
-                f"a value that crosses a boundary has {len(spec.shape)} dimensions; at most {MAX_DIMENSIONS}"
+                f"a value that crosses a boundary has {len(spec.shape)} dimensions, but {MAX_DIMENSIONS} at most can "
+                "be sent: reshape it in the model, or choose stages so that it stays inside one"
             )
         padding = [0] * (MAX_DIMENSIONS - len(spec.shape))
         rows.append([DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape, *padding])

@@ -127,12 +127,12 @@ class Ranks:
             self._error = error
             raise
 
-    def _words(self, error: BaseException) -> str:
+    def _words(self, error: BaseException) -> Plain:
         """What other ranks are told of an error."""
         return f"{type(error).__name__}: {error}"
 
-    def _fail(self, doing: str, failed: Mapping[int, str], unchanged: str, own: Exception | None) -> NoReturn:
-        """Raise what `together` raises; `failed` has the words of each rank that failed."""
+    def _fail(self, doing: str, failed: Mapping[int, Plain], unchanged: str, own: Exception | None) -> NoReturn:
+        """Raise what `together` raises; `failed` has what each rank that failed told of its error."""
         if own is not None:
             raise own
         said = "; ".join(f"rank {rank} failed while {doing}: {words}" for rank, words in failed.items())

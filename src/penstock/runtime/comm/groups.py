@@ -33,10 +33,11 @@ class Groups:
     objects and barriers (on a CPU they are the same groups). `reduction[ranks]` sums gradients over `ranks`.
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one), `context_parallel`
     those that compute the other parts of its sequences; `model_parallel` and `model_parallel_control` are all ranks of
-    the pipeline, `batch_control` those of all pipelines that take the same batch. `timeout` is how long a transfer may
-    take; by default as in torch's default group. `check` is called before each group is made: what it raises ends the
-    construction, as ranks that have given up must make no groups in the world that comes next. `broadcasts`: over those
-    of `reduction`.
+    the pipeline, `batch_control` those of all pipelines that take the same batch.
+
+    `timeout` is how long a transfer may take; by default as in torch's default group. `check` is called before each
+    group is made: what it raises ends the construction, as ranks that have given up must make no groups in the world
+    that comes next. `broadcasts`: whether the groups of `reduction` broadcast, too.
     """
 
     def __init__(

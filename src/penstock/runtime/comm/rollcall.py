@@ -3,9 +3,10 @@
 It is one small gather on the CPU over the pipeline, and one small maximum over the world of what all must have alike,
 in both signs: its messages do not grow with the world. Pipelines that share their sequences take one over these first.
 Only where that differs, or a call asks for what each rank said, does everyone hear everyone. Ranks that do different
-things get an error which says who does what, and nothing is under way then: the pipeline stays usable. A rank that an
-interrupt reaches inside a step, which another has before it, waits here, where a signal can still end the wait: it sees
-what the other one does, is interrupted too, and follows.
+things get an error which says who does what, and nothing is under way then: the pipeline stays usable.
+
+A signal may reach rank A inside a step that rank B has not begun. B's handler runs at once, and B goes on to another
+call. A waits here for B: it sees that call, lets its own handler run as well, and follows B.
 
 A training step starts its roll call and computes its first forward before it needs the answer.
 """

@@ -210,7 +210,7 @@ class FailureBoard:
     def check(self) -> None:
         """Raise the job's failure if there is one. Every wait of the host is followed by this look."""
         if self.failed is not None:
-            raise self._settled()
+            raise self._explained_failure()
 
     def refuse_if_failed(self) -> None:
         """`check` for any thread, which waits for nothing."""
@@ -221,7 +221,7 @@ class FailureBoard:
         """Record `cause` unless an earlier failure is known, end it all on every rank, and return the error to raise.
         `suspects` are the ranks to blame when it is not this one; empty if no single rank is."""
         self.fail(cause, suspects=[self._rank] if suspects is None else suspects)
-        return self._settled()
+        return self._explained_failure()
 
     def fail(self, cause: str, *, suspects: Sequence[int]) -> None:
         """As `abort`, on any thread: the host is woken, and raises when it looks."""
@@ -299,7 +299,7 @@ class FailureBoard:
         """What to raise for an error in the middle of `doing` something with `peers`: a PipelineFailure if a transport
         broke or the job has failed, `error` itself if that is this rank's own."""
         if self.failed is not None:
-            return error if self._is_own_failure and not is_transport_error(error) else self._settled()
+            return error if self._is_own_failure and not is_transport_error(error) else self._explained_failure()
         if not is_transport_error(error):
             self.abort(f"{type(error).__name__}: {error}")
             return error
@@ -343,7 +343,7 @@ class FailureBoard:
             with contextlib.suppress(Exception):
                 end()
 
-    def _settled(self) -> PipelineFailure:
+    def _explained_failure(self) -> PipelineFailure:
         """The error to raise, once this rank has given up what it held and as much is known as will be soon."""
         self.close()
         if self._watch is not None:

@@ -52,7 +52,7 @@ class TiedCopies:
         return self._agreement_term
 
     @torch.no_grad()
-    def settle(self, adopt: bool = False) -> str | None:
+    def reconcile(self, adopt: bool = False) -> str | None:
         """Where copies differ by roundings, or whatever they differ by with `adopt`, all take that of the first holder.
         What to say if they differ by more. All ranks call this together."""
         rank, groups, found = self._context.rank, self._context.groups, {}

@@ -20,20 +20,21 @@ class HeldParameter:
         name: its first name in the unsplit model (a tied weight has several).
         ranks: the global ranks that hold a copy, ascending.
         sharded: whether each rank of a tensor-parallel group holds another slice of it.
-        named: those of `ranks` that hold it under that name, by which an optimizer of the unsplit model knows it.
-        owners: with a sharded optimizer those of `ranks` that keep its state and update it; otherwise all do.
+        holders_by_first_name: those of `ranks` that hold it under `name`, by which an optimizer of the unsplit model
+            knows it.
+        owners: those of `ranks` that keep its optimizer's state and update it; empty if all of them do.
     """
 
     name: str
     parameter: torch.nn.Parameter
     ranks: tuple[int, ...]
     sharded: bool = False
-    named: tuple[int, ...] = ()
+    holders_by_first_name: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
 
     @property
     def keepers(self) -> tuple[int, ...]:
-        """The ranks that have its gradient after a step, and its optimizer's state."""
+        """The ranks that have its gradient after a step, and its optimizer's state: the owners, or all."""
         return self.owners or self.ranks
 
     def counted_by(self, rank: int, tensor_parallel_rank: int) -> bool:
@@ -74,7 +75,7 @@ def find_holders(
     shared: set[tuple[int, ...]] = set()
     for names in aliases:
         by_index: list[set[int]] = []
-        named: list[tuple[int, ...]] = []
+        by_first_name: list[tuple[int, ...]] = []
         for index in range(layout.tensor_parallel_size):
             by_name = []
             for name in names:
@@ -82,7 +83,7 @@ def find_holders(
                 every_rank = (rank for pipeline in layout.pipelines for rank in pipeline.ranks(index))
                 by_name.append(tuple(every_rank if unit is None else layout.holders(unit, index)))
             by_index.append(set().union(*by_name))
-            named.append(by_name[0])
+            by_first_name.append(by_name[0])
         if any(name in partial for name in names):
             by_index = [set().union(*by_index)] * len(by_index)
         every = [tuple(sorted(holders)) for holders in by_index]
@@ -91,6 +92,6 @@ def find_holders(
         if parameter is not None:
             # One whose holders are of several indices has no other copies at those, as slices have none.
             is_sharded = any(name in sharded or name in partial for name in names)
-            ranks, first = every[tensor_parallel_rank], named[tensor_parallel_rank]
+            ranks, first = every[tensor_parallel_rank], by_first_name[tensor_parallel_rank]
             held.append(HeldParameter(names[0], parameter, ranks, is_sharded, first))
     return held, shared

@@ -28,8 +28,9 @@ from penstock.runtime.comm.devices import device_memory
 STATES = 2
 
 
-class Formations:
-    """The pipelines that a whole model can be placed on, by the settings of a plugin and a schedule that is settled."""
+class LayoutPlanner:
+    """The pipelines that a whole model can be placed on, by the settings of a plugin and its schedule, which is not
+    "auto" any more."""
 
     def __init__(self, model: PreTrainedModel, plugin: PluginSettings, schedule: Schedules) -> None:
         self._model_name = type(model).__name__
@@ -161,7 +162,7 @@ class Formations:
             if reports and (found := self._to_go_back_to(staying, values, checkpoint)) is not None:
                 step, restore = found
                 values = [() for _ in devices]  # all of them come from there
-            formation = choose(
+            chosen = choose(
                 self._shapes,
                 values,
                 self._size_of,
@@ -172,9 +173,9 @@ class Formations:
         except (Infeasible, ValueError) as error:
             # Those who came new go on waiting, and all others are told.
             return Decision(generation, tuple(sorted(held)), step=step, end=str(error), lost=lost)
-        ranks = tuple(member for index in formation.devices for member in devices[index])
+        ranks = tuple(member for index in chosen.devices for member in devices[index])
         pipelines = tuple(
-            (shape.stages, count) for shape, count in zip(formation.shapes, formation.microbatches, strict=True)
+            (shape.stages, count) for shape, count in zip(chosen.shapes, chosen.microbatches, strict=True)
         )
         return Decision(
             generation,
