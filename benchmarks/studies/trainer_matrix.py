@@ -84,11 +84,12 @@ COUNTS = 1e-8
 ALONE: dict[str, Any] = {"init": False, "timeout": 600.0}
 
 NOTE = """\
-Each number is the largest absolute difference over all optimizer steps and ranks: of the losses and all other figures
-that are logged in training and in evaluations (norms, rewards, accuracies, sums of predictions or of generated tokens),
-and, in the columns of weights, over all numbers in the two saved files at the end, whatever the layout. T5 is trained
-by Seq2SeqTrainer with `predict_with_generate`. The Trainer adds up the losses that it logs in single precision; here it
-adds them up in double, with and without pipelines.
+Each number is the largest difference over all optimizer steps and ranks: of the losses and all other figures that are
+logged in training and in evaluations (norms, rewards, accuracies, sums of predictions or of generated tokens), for
+figures above 1 relative to them; in the columns of weights, over all numbers in the two saved files at the end, and all
+layouts. T5 is trained by Seq2SeqTrainer with `predict_with_generate`. The Trainer adds up the losses that it logs in
+single precision; here it adds them up in double, with and without pipelines. TRL's SFTTrainer divides its counts of
+tokens in single precision: its rows in float64 are held to 1e-8.
 
 The last column is of single precision, where another order of the same sums is enough for other weights: Adam divides
 small gradients by their own size."""
@@ -109,7 +110,7 @@ def run(
             plain[processes] = runs[0]
         mine, ranks = folder / layout, stages * pipelines
         logs = pool.run(ranks, script, mine, stages=stages, pipelines=pipelines, **case, **ALONE)
-        worst = [differences((log, mine), (plain[processes], where)) for log in logs]
+        worst = [differences((log, mine), (plain[processes], where), relative=True) for log in logs]
         found[layout] = {name: max(one[name] for one in worst) for name in worst[0]}
     return found
 

@@ -156,12 +156,12 @@ def reinforce(
     resume: bool = False,
     reference: Path | None = None,
     model: Any = None,
-    rewards: Callable[..., list[float]] | None = None,
+    rewards: Callable[..., list[float]] | str | None = None,
     losses: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder. `losses`:
-    one for each step."""
+    one for each step. `rewards`: a function, or the folder of a reward model."""
     completions = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.2}
     given = of_trl(folder, steps, pipelines, **{**completions, **options})
     sizes = {**SIZES, **(settings or {})}

@@ -259,9 +259,12 @@ def train_all(
 
 
 def differences(
-    found: tuple[list[dict[str, float]], Path], expected: tuple[list[dict[str, float]], Path]
+    found: tuple[list[dict[str, float]], Path],
+    expected: tuple[list[dict[str, float]], Path],
+    relative: bool = False,
 ) -> Mapping[str, float]:
-    """The largest absolute difference of each figure over all steps, and of the saved weights.
+    """The largest absolute difference of each figure over all steps, and of the saved weights. If `relative`, that of
+    figures above 1 is relative to them.
 
     Raises:
         ValueError: the runs logged other things, or saved other weights.
@@ -272,7 +275,8 @@ def differences(
     largest: dict[str, float] = {}
     for one, another in zip(mine, theirs, strict=True):
         for name, value in another.items():
-            largest[name] = max(largest.get(name, 0.0), abs(one[name] - value))
+            unit = max(1.0, abs(value)) if relative else 1.0
+            largest[name] = max(largest.get(name, 0.0), abs(one[name] - value) / unit)
     file = "adapter_model.safetensors" if (other / "final/adapter_config.json").exists() else "model.safetensors"
     weights = [load_file(where / "final" / file) for where in (folder, other)]
     if weights[0].keys() != weights[1].keys():

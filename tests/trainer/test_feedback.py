@@ -23,8 +23,6 @@ from tests.support.quantised import write_base
 from tests.support.trainer_runs import differences
 
 EXACT = 1e-10
-# The Trainer adds up what it logs of losses in single precision, in which TRL counts and divides, too.
-LOGGED = 1e-6
 ALWAYS = {"loss", "grad_norm", "num_tokens", "eval_loss", "eval_num_tokens", "weights"}
 FIGURES = {
     "reward": ALWAYS | {"min_reward", "mean_reward", "max_reward", "accuracy", "margin", "eval_margin"},
@@ -66,8 +64,7 @@ def test_feedback_is_learned_alike_with_and_without_pipelines(
         for case in cases:
             found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
             assert found.keys() >= FIGURES[case.split(",")[0]], case
-            assert found["weights"] < EXACT, (case, found)
-            assert not {name: value for name, value in found.items() if value > LOGGED}, case
+            assert not {name: value for name, value in found.items() if value > EXACT}, case
 
 
 def trained_then_resumed(folder: Path, stages: int, resume: bool) -> dict[str, list[dict[str, float]]]:
@@ -83,9 +80,8 @@ def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: P
     for runs in pool.run(2, trained_then_resumed, folder, 2, True, init=False, timeout=180):
         for name, logs in runs.items():
             found = differences((logs, folder / name), (plain[name], tmp_path / "plain" / name))
-            assert found["weights"] < EXACT, name
             # TRL counts tokens from where its process began.
-            assert not {figure: value for figure, value in found.items() if value > LOGGED and figure != "num_tokens"}
+            assert not {figure: value for figure, value in found.items() if value > EXACT and figure != "num_tokens"}
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from tests.support.trainer_runs import differences
 pytestmark = pytest.mark.slow
 
 EXACT = 1e-10
-# The Trainer adds up what it logs of losses in single precision, in which TRL counts and divides, too.
-LOGGED = 1e-6
 FIGURES = {
     "DPO": {
         "loss", "grad_norm", "learning_rate", "entropy", "num_tokens", "mean_token_accuracy", "logits/chosen",
@@ -81,5 +79,4 @@ def test_preferences_are_learned_alike_with_and_without_pipelines(
     chosen = {case: CASES[case] for case in cases}
     for case, found in worst(pool, tmp_path, stages, pipelines, chosen).items():
         assert found.keys() >= FIGURES["GRPO" if "num_generations" in chosen[case] else "DPO"], case
-        assert found["weights"] < EXACT, (case, found)
-        assert not {name: value for name, value in found.items() if value > LOGGED}, case
+        assert not {name: value for name, value in found.items() if value > EXACT}, case
