@@ -1,6 +1,6 @@
 """One training script with transformers' (or TRL's) own trainer and over pipelines: by how much the two runs differ.
 
-    python benchmarks/studies/trainer_matrix.py                    # everything, about MINUTES minutes on two cores
+    python benchmarks/studies/trainer_matrix.py                    # everything, half an hour on two busy cores
     python benchmarks/studies/trainer_matrix.py --only "T5|ViT"    # these rows anew, the others from the last result
 
 Tiny models on CPU processes over gloo, with accumulation, clipping, weight decay, warm-up and a cosine schedule, labels
