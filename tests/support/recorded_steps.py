@@ -205,7 +205,7 @@ class Stages(nn.Module):
             return StageOutput(value.sum()), ()
         return None, tuple(value * 1 if number else value for number, _ in enumerate(plan.boundaries[stage]))
 
-    def walk(self, plan: Any, stage: int, inputs: Any, received: Any, hand_over: Any, **options: Any) -> Any:
+    def run_to_end(self, plan: Any, stage: int, inputs: Any, received: Any, hand_over: Any, **options: Any) -> Any:
         _, sent = self.forward(plan, stage, inputs, received)
         if sent:
             hand_over([value.detach() for value in sent])

@@ -65,15 +65,15 @@ class SingleForwards:
         self.stage_runs = [[stage for _, stage in run] for _, run in runs]
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.
-        self._below, self._above = (
+        self._from_previous, self._to_next = (
             {
-                stage: series_over(self._channels, boundary, upper, self._device)
-                for stage, boundary, neighbour in ((each, each - upper, each + (-1 if upper else 1)) for each in own)
+                stage: series_over(self._channels, boundary, behind, self._device)
+                for stage, boundary, neighbour in ((each, each - behind, each + (-1 if behind else 1)) for each in own)
                 if 0 <= neighbour <= last and neighbour not in own
             }
-            for upper in (True, False)
+            for behind in (True, False)
         )
-        for series in (*self._below.values(), *self._above.values()):
+        for series in (*self._from_previous.values(), *self._to_next.values()):
             context.board.on_abort(series.clear)
 
     def begin(self, plan: DataflowPlan, inputs: Mapping[str, Any]) -> Forward:
@@ -98,18 +98,18 @@ class SingleForwards:
 
     def _ask(self, begun: Forward, stage: int) -> None:
         """Ask for what a stage receives, unless that was done."""
-        series, count = self._below.get(stage), len(begun.plan.boundaries[stage - 1]) if stage else 0
+        series, count = self._from_previous.get(stage), len(begun.plan.boundaries[stage - 1]) if stage else 0
         if series is not None and count and stage not in begun.incoming:
             begun.incoming[stage] = series.expect(count, begun.key, begun.family)
 
     def run(self, begun: Forward, stage: int, call: Callable[..., Any] | None) -> None:
         """Run the model's forward, or `call`, on one of this rank's stages, in their order."""
-        plan, caches, above = begun.plan, begun.caches, self._above.get(stage)
+        plan, caches, to_next = begun.plan, begun.caches, self._to_next.get(stage)
         self._ask(begun, stage)
         expected, handed = begun.incoming.get(stage), begun.handed
         with label(f"F stage {stage}"):
             # Received when the forward first needs it, sent as soon as it is there; and the forward goes on to its end.
-            receive = (lambda: handed) if expected is None else partial(self._below[stage].take, expected)
+            receive = (lambda: handed) if expected is None else partial(self._from_previous[stage].take, expected)
             received = _PendingValues(len(plan.boundaries[stage - 1]) if stage else 0, receive)
             output = self._split.run_to_end(
                 plan,
@@ -119,7 +119,7 @@ class SingleForwards:
                 seed=begun.seed,
                 early_exit=stage != self._own_stages[-1] and caches is not None and caches.given,
                 call=call,
-                hand_over=partial(setattr, begun, "handed") if above is None else partial(begun.send, above),
+                hand_over=partial(setattr, begun, "handed") if to_next is None else partial(begun.send, to_next),
             )
             received.values()  # also what the forward had no use for
         if caches is not None:

@@ -37,7 +37,7 @@ class HeldBytes:
     ============================  ======================================================================================
     its input comes               `received`, a part of `kept` from then on
     in its forward                `forwarding` besides what is kept
-    until its backward            `kept`, with what went to the stage above (`sent`) and the model's `output`
+    until its backward            `kept`, with what went to the next stage (`sent`) and the model's `output`
     in its backward               `working` besides, or `splitting` if the schedule splits it; `sent` once more, as the
                                   gradient of what was sent has come
     until its weight gradient     `deferred`, if the schedule splits the backward: inputs and gradients of the layers
@@ -167,8 +167,8 @@ class _StageMemory:
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
     was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
-    until so many were that it looks which have left. `from_here`, `to_here`: whether the stage below, and above, is on
-    the same rank.
+    until so many were that it looks which have left. `from_here`, `to_here`: whether the previous stage, and the next
+    one, is on the same rank.
     """
 
     def __init__(self, held: HeldBytes, count: int, from_here: bool, to_here: bool) -> None:
@@ -177,7 +177,7 @@ class _StageMemory:
         self.forwarding = held.working if held.forwarding is None else held.forwarding
         self.backing = held.working + held.sent
         self.splitting = (held.working if held.splitting is None else held.splitting) + held.sent
-        # What a backward leaves for the stage below, less what the stage above left for it.
+        # What a backward leaves for the previous stage, less what the next one left for it.
         self.handed_over = (held.received if from_here else 0.0) - (held.sent if to_here else 0.0)
         self._received, self._sent = (0.0 if from_here else held.received), (0.0 if to_here else held.sent)
         self._activations, self._gradients = _ahead(self._received), _ahead(self._sent)

@@ -54,7 +54,7 @@ def evaluate_together(
     """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
     output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
     pipeline without any microbatch. All pipelines call this together."""
-    with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joins=share_outputs) as (output, form):
+    with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joined=share_outputs) as (output, form):
         # Of outputs that are joined each part has the whole loss.
         counts = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
         own = output.loss.detach() if counts and output is not None else torch.zeros((), device=engine.device)
@@ -75,9 +75,9 @@ def _evaluation(
     criterion: Criterion | None,
     call: Call,
     in_parts: bool = True,
-    joins: bool = True,
+    joined: bool = True,
 ) -> Iterator[tuple[Any, OutputForm | None]]:
-    """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form. `joins`: whether
+    """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form. `joined`: whether
     it is that of whole sequences, where it is computed in parts; otherwise it has a part's share of the loss."""
     everyone = call is Call.EVALUATE_TOGETHER
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
@@ -94,17 +94,17 @@ def _evaluation(
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1
-            states = states_of_stages(said, engine.context, training=False)
+            stage_states = states_of_stages(said, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
             counts = _counts(engine, prepared, everyone, sequences) if engine.context.holds_output else ()
-            outputs = run_forwards(engine.split, parts.boundaries, program, prepared, states, counts)
+            outputs = run_forwards(engine.split, parts.boundaries, program, prepared, stage_states, counts)
             output = None
             if outputs:
                 fields = {field for plan in prepared.plans if plan.loss is not None for field in plan.loss.fields}
                 if sequences is not None:
                     pairs = zip(outputs, prepared.microbatches, microbatches, strict=True)
                     outputs = [
-                        sequences.join(one, part, whole, {"loss", *fields}) if joins else _loss_alone(one)
+                        sequences.join(one, part, whole, {"loss", *fields}) if joined else _loss_alone(one)
                         for one, part, whole in pairs
                     ]
                 grown = partial(shapes_of_one_more, engine, microbatches[0], sizes[0])
@@ -128,7 +128,7 @@ def run_forwards(
     boundaries: Boundaries,
     program: Program,
     inputs: StepInputs,
-    states: Sequence[Hashable],
+    stage_states: Sequence[Hashable],
     counts: Sequence[float] = (),
 ) -> list[Any] | None:
     """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere. `counts`: the
@@ -136,7 +136,7 @@ def run_forwards(
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
-    program.begin(boundaries, inputs, states)
+    program.begin(boundaries, inputs, stage_states)
     for position, action in numbered(program.actions):
         stage, microbatch = action.stage, action.microbatch
         if program.posts:
@@ -146,7 +146,7 @@ def run_forwards(
             plan,
             stage,
             inputs.microbatches[microbatch],
-            boundaries.below[stage].recv_forward(microbatch),
+            boundaries.to_previous[stage].recv_forward(microbatch),
             seed=inputs.seed(microbatch) if split.draws(plan) else None,
             shares=inputs.shares(microbatch, counts) if stage == last else None,
             criterion=inputs.criterion,
@@ -156,7 +156,7 @@ def run_forwards(
         if stage == last:
             outputs[microbatch] = named_output(output)
         else:
-            boundaries.above[stage].send_forward(microbatch, sent)
+            boundaries.to_next[stage].send_forward(microbatch, sent)
     boundaries.channels.flush()
     return outputs if is_last else None
 

@@ -80,7 +80,7 @@ class TrainingStep:
     ):
         self._context, self._board, self._interrupts = context, context.board, context.interrupts
         self._split, self._boundaries, self._channels = split, boundaries, boundaries.channels
-        self._below, self._above = boundaries.below, boundaries.above
+        self._below, self._above = boundaries.to_previous, boundaries.to_next
         self._gradients, self._queues, self._reducer = gradients, gradients.queues, gradients.reducer
         self._totals = totals
         self._program = program

@@ -2,7 +2,7 @@
 
 The model of communication, which the executor follows:
 
-- A message carries the result of an F to the next stage, or of a B to the stage below. Stages of one rank hand over
+- A message carries the result of an F to the next stage, or of a B to the previous one. Stages of one rank hand over
   locally, with no message. A rank sends right after the action that made the value.
 - A rank posts its receives ahead, in the order given here, and waits for one only at the action that uses it.
 - The orders of all ranks come from one imagined run: whenever a sender sends, the send is appended to its list *and*
@@ -135,7 +135,7 @@ class _Run:
         rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
         # Each step with what uses its result.
         self._to_do = [deque([(step, self._user_of(step)) for step in row]) for row in rows]
-        # When what a step needs from another one is there. A B has had its own F by then: the stages above could not
+        # When what a step needs from another one is there. A B has had its own F by then: the stages after it could not
         # have run without.
         self._input_at: dict[Step, float] = {
             Action(Kind.F, 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)

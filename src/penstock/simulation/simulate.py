@@ -205,9 +205,9 @@ class _Route:
 
 def _start_times(schedule: Schedule, durations: dict[Kind, tuple[float, ...]], costs: StageCosts) -> list[list[float]]:
     """Let each rank run as far as it can, and go back to it when what it waits for arrives."""
-    # By kind, stage and microbatch, when the input of an action is on its rank; None is not yet. An F waits for the F
-    # below it and a B for the B above it, or on the last stage for its own F; a W for its B. A B has had its own F
-    # wherever it has its gradient, since the stages above could not have run without.
+    # By kind, stage and microbatch, when the input of an action is on its rank; None is not yet. An F waits for
+    # that of the previous stage, a B for that of the next one, or on the last stage for its own F; a W for its B. A B
+    # has had its own F wherever it has its gradient, since the stages after it could not have run without.
     arrivals: dict[Kind, list[list[float | None]]] = {
         kind: [[None] * schedule.num_microbatches for _ in range(schedule.num_stages)] for kind in Kind
     }

@@ -1,18 +1,18 @@
 """The boundaries between the stages of a pipeline, as one rank sees them: the four messages of a stage, and the loss.
 
 Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
-which parameters are trainable in the stages beneath. The first microbatch with a new combination is preceded by a
+which parameters are trainable in the stages before. The first microbatch with a new combination is preceded by a
 header; both sides remember it, so later receives are posted ahead with no message about shapes: when `post` is called,
 at the latest when the message is taken, and with gloo as far ahead as there is room; see
 `P2PChannels.receives_ahead`.
 
-A value may get no gradient at all (a `detach`, a branch that nothing uses). The stage beneath must know, as weights
+A value may get no gradient at all (a `detach`, a branch that nothing uses). The previous stage must know, as weights
 that only feed such a value have no gradient then, and not zeros, which an optimizer with weight decay would apply. The
 message of gradients has zeros in its place, so that receives may be posted whatever comes. Beside it goes, from host to
 host, which gradients there are: once in each step, with its first backward, and again only until every value has had
 one in that step. From then on zeros do no harm, as the weights they reach have a gradient by then, unless gradients end
 elsewhere in each microbatch: a warning says so. So the hosts of a pipeline pass one small message on in a step, and
-none waits for its device: whether a gradient is there the host of the stage above knows when it has enqueued its
+none waits for its device: whether a gradient is there the host of the next stage knows when it has enqueued its
 backward.
 """
 
@@ -47,33 +47,35 @@ _spec_of = attrgetter(*TensorSpec._fields)
 
 
 class Boundaries:
-    """The boundaries around the stages of one rank: `below[stage]`, and `above[stage]` unless it is the last.
+    """The boundaries around the stages of one rank: `to_previous[stage]`, and `to_next[stage]` unless it is the last.
 
-    `top` is the one above the rank's highest stage, over which losses come; None on the rank of the last stage.
+    `top` is the one behind the rank's last stage, over which losses come; None on the rank of the pipeline's last one.
     """
 
     def __init__(self, channels: P2PChannels, stage_to_rank: Sequence[int], pipeline_rank: int, device: torch.device):
         self.channels = channels
         self._signatures = _Signatures()
-        self.below: dict[int, BoundaryBelow | LocalBoundary] = {}
-        self.above: dict[int, BoundaryAbove | LocalBoundary] = {}
-        self.top: BoundaryAbove | None = None
+        self.to_previous: dict[int, BoundaryToPrevious | LocalBoundary] = {}
+        self.to_next: dict[int, BoundaryToNext | LocalBoundary] = {}
+        self.top: BoundaryToNext | None = None
         last, num_ranks = len(stage_to_rank) - 1, max(stage_to_rank) + 1
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
         for stage in stages:
             if stage == 0:
-                self.below[stage] = NothingBelow()
+                self.to_previous[stage] = NoPreviousStage()
             elif stage - 1 not in stages:
                 with_loss = carries_loss(stage - 1, last + 1, num_ranks)
-                self.below[stage] = BoundaryBelow(channels, stage - 1, True, with_loss, self._signatures, device)
+                self.to_previous[stage] = BoundaryToPrevious(
+                    channels, stage - 1, True, with_loss, self._signatures, device
+                )
             if stage + 1 in stages:
-                self.above[stage] = self.below[stage + 1] = LocalBoundary()
+                self.to_next[stage] = self.to_previous[stage + 1] = LocalBoundary()
             elif stage < last:
                 with_loss = carries_loss(stage, last + 1, num_ranks)
-                self.above[stage] = BoundaryAbove(channels, stage, False, with_loss, self._signatures, device)
-        above = self.above.get(stages[-1])
-        if isinstance(above, BoundaryAbove):
-            self.top = above
+                self.to_next[stage] = BoundaryToNext(channels, stage, False, with_loss, self._signatures, device)
+        behind_last = self.to_next.get(stages[-1])
+        if isinstance(behind_last, BoundaryToNext):
+            self.top = behind_last
 
     def begin(
         self,
@@ -95,9 +97,9 @@ class Boundaries:
         self._signatures.begin(signatures)
         for stage, (forward, backward) in orders.items():
             if stage:
-                self.below[stage].begin(forward, crossing[stage - 1], states[stage - 1])
-            if stage in self.above:
-                self.above[stage].begin(backward, crossing[stage], states[stage])
+                self.to_previous[stage].begin(forward, crossing[stage - 1], states[stage - 1])
+            if stage in self.to_next:
+                self.to_next[stage].begin(backward, crossing[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
         for user in users:
@@ -105,14 +107,14 @@ class Boundaries:
                 assert self.top is not None
                 self.top.post_loss()
                 continue
-            boundary = self.below[user.stage] if user.kind == Kind.F else self.above[user.stage]
+            boundary = self.to_previous[user.stage] if user.kind == Kind.F else self.to_next[user.stage]
             assert not isinstance(boundary, LocalBoundary)
             boundary.post(user.microbatch)
 
 
 class LocalBoundary:
     """A boundary between two stages of this rank, whose values are handed over in memory. Has the methods of
-    `BoundaryAbove` for the stage beneath it and those of `BoundaryBelow` for the other."""
+    `BoundaryToNext` for the stage before it and those of `BoundaryToPrevious` for the other."""
 
     def __init__(self) -> None:
         self._activations: dict[int, Sequence[torch.Tensor]] = {}
@@ -147,8 +149,8 @@ class LocalBoundary:
         pass
 
 
-class NothingBelow(LocalBoundary):
-    """Below the first stage, which has no values whose gradients it could send."""
+class NoPreviousStage(LocalBoundary):
+    """Before the first stage, which has no values whose gradients it could send."""
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
         return []
@@ -156,14 +158,14 @@ class NothingBelow(LocalBoundary):
 
 class _RemoteBoundary:
     """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
-    1`. `upper`: whether this rank holds that above it; `with_loss`: whether losses come back over it, as the rank
-    beneath has not seen them."""
+    1`. `behind`: whether this rank holds the second of the two; `with_loss`: whether losses come back over it, as the
+    rank before it has not seen them."""
 
     def __init__(
         self,
         channels: P2PChannels,
         boundary: int,
-        upper: bool,
+        behind: bool,
         with_loss: bool,
         signatures: _Signatures,
         device: torch.device,
@@ -174,12 +176,12 @@ class _RemoteBoundary:
         self._signatures = signatures
         self._device = device
         self._receives_ahead = channels.receives_ahead
-        self._headers = channels.channel(boundary, Message.HEADER, upper)
-        self._activations = channels.channel(boundary, Message.ACTIVATION, upper)
-        self._gradients = channels.channel(boundary, Message.GRADIENT, upper)
-        self._presence = channels.channel(boundary, Message.PRESENCE, upper)
-        self._losses = channels.channel(boundary, Message.LOSS, upper) if with_loss else None
-        # What crosses, by signature, in this step's state of the stages beneath.
+        self._headers = channels.channel(boundary, Message.HEADER, behind)
+        self._activations = channels.channel(boundary, Message.ACTIVATION, behind)
+        self._gradients = channels.channel(boundary, Message.GRADIENT, behind)
+        self._presence = channels.channel(boundary, Message.PRESENCE, behind)
+        self._losses = channels.channel(boundary, Message.LOSS, behind) if with_loss else None
+        # What crosses, by signature, in this step's state of the stages before.
         self._known: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
@@ -213,7 +215,7 @@ class _RemoteBoundary:
         return values
 
 
-class BoundaryBelow(_RemoteBoundary):
+class BoundaryToPrevious(_RemoteBoundary):
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
@@ -301,7 +303,7 @@ class BoundaryBelow(_RemoteBoundary):
         self._headers.post_receive([header_buffer(len(self._crossing[microbatch]))])
 
 
-class BoundaryAbove(_RemoteBoundary):
+class BoundaryToNext(_RemoteBoundary):
     # What was sent and not answered, by microbatch.
     _sent: dict[int, _Values]
     # Losses whose receives are not posted yet.
@@ -415,7 +417,7 @@ class _Values:
 
 class _Signatures:
     """The input signatures of a step's microbatches, as small numbers: `numbers` has one for each microbatch. What was
-    `learned` of each is by boundary, and by the state of the stages beneath."""
+    `learned` of each is by boundary, and by the state of the stages before."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}

@@ -210,14 +210,14 @@ class P2PChannels:
         self.on_wait: Callable[[float, float], None] | None = None
         self.labels = False
 
-    def channel(self, boundary: int, kind: Message, upper: bool, peer: int | None = None) -> P2PChannel:
-        """The channel of `kind` over `boundary`; `upper` if this rank holds the stage above it. Results cross no
+    def channel(self, boundary: int, kind: Message, behind: bool, peer: int | None = None) -> P2PChannel:
+        """The channel of `kind` over `boundary`; `behind` if this rank holds the stage behind it. Results cross no
         boundary: in its place stands the pipeline rank that they are for, and `peer` is the global rank at the other
         end."""
         channel = self._channels.get((boundary, kind))
         if channel is None:
             if peer is None:
-                peer = self._peer_of(boundary if upper else boundary + 1)
+                peer = self._peer_of(boundary if behind else boundary + 1)
             group = self._group_for(boundary, kind)
             channel = self._channels[boundary, kind] = P2PChannel(self, boundary, kind, group, peer)
         return channel
@@ -228,9 +228,9 @@ class P2PChannels:
         for boundary in boundaries:
             if boundary not in stages and boundary + 1 not in stages:
                 continue
-            upper = boundary + 1 in stages
-            forward, back = (self.channel(boundary, kind, upper) for kind in (Message.ACTIVATION, Message.GRADIENT))
-            if upper:
+            behind = boundary + 1 in stages
+            forward, back = (self.channel(boundary, kind, behind) for kind in (Message.ACTIVATION, Message.GRADIENT))
+            if behind:
                 forward.post_receive([torch.zeros(1, device=self._device)])
                 back.send(forward.receive())
             else:

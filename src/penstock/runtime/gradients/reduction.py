@@ -6,7 +6,7 @@ its share of the global batch's loss (see docs/exactness.md). A bucket is launch
 has completed it, always in one order, last units first, which is the order in which cool-down completes them.
 
 A sum may hold up what a rank does after it, so no sum may wait for that. One that is launched before the last gradients
-are sent to the stage below waits, over other pipelines, at most for later units, and only later units' stages come
+are sent to the previous stage waits, over other pipelines, at most for later units, and only later units' stages come
 before. This does not hold for a tied weight that several stages of one pipeline have, nor on a rank with several
 stages, whose last backward is not that of its last units: such sums are launched after the rank's last message, those
 of tied weights as the last ones on all ranks.
