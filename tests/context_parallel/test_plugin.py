@@ -109,6 +109,40 @@ def test_a_trainer_over_pipelines_of_different_depth_logs_what_the_plain_one_doe
         assert len(expected) == 4 and found == pytest.approx(expected, abs=1e-6)
 
 
+def go_on(folder: str, pipelines: str, parts: int, goes_on: bool) -> float:
+    """On a worker: the loss of a step, from the checkpoint in a folder, which then has that after it."""
+    model: Any = DECODERS["llama"].build(use_cache=False)
+    plugin = make_plugin(model, pipelines, context_parallel_size=parts)
+    booster, loader = Booster(plugin=plugin), plugin.prepare_dataloader(samples("llama", 4), collate_fn=pad)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with kept_in_double():
+        model, optimizer, *_ = booster.boost(model, adam, None, loader)
+        if goes_on:
+            booster.load_model(model, folder)
+            booster.load_optimizer(optimizer, folder)
+        loss = float(booster.execute_pipeline(iter(loader), model, None, optimizer)["loss"])
+        optimizer.step()
+        booster.save_model(model, folder)
+        booster.save_optimizer(optimizer, folder)
+    return loss
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_other_pipelines_with_another_number_of_parts(pool: Pool, tmp_path: Path) -> None:
+    model, batch, expected = DECODERS["llama"].build(use_cache=False), pad(samples("llama", 4)), []
+    with kept_in_double():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (loss := model(**batch).loss).backward()
+            expected.append(float(loss.detach()))
+            optimizer.step()
+    found = []
+    for ranks, pipelines, parts in ((6, "1x1,2x1", 2), (3, "1x1,2x1", 1), (2, "1x2", 2)):
+        found += pool.run(ranks, go_on, str(tmp_path), pipelines, parts, bool(found))[:1]
+    assert found == pytest.approx(expected, rel=1e-8)
+
+
 def auto_pipelines_in_parts() -> tuple[list[int], float, float]:
     """On a worker: the depths that the planner chooses, and the loss of a batch beside the unsplit model's."""
     model: Any = DECODERS["llama"].build(use_cache=False)
