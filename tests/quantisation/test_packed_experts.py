@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import json
@@ -55,6 +56,11 @@ FAMILIES: dict[str, Any] = {
     "gpt-oss": transformers.GptOssConfig(
         **SIZES, intermediate_size=64, num_local_experts=4, head_dim=16, sliding_window=4
     ),
+    # Five experts of one and a half blocks each; and some of more numbers than are packed at once.
+    "blocks over experts": transformers.Qwen3MoeConfig(
+        **{**SIZES, "hidden_size": 48}, moe_intermediate_size=2, num_experts=5, head_dim=16
+    ),
+    "wide": transformers.MixtralConfig(**SIZES, intermediate_size=9216, num_local_experts=2),
     "deepseek": transformers.DeepseekV3Config(
         **{**SIZES, "num_key_value_heads": 4}, intermediate_size=128, moe_intermediate_size=64, n_routed_experts=4,
         n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=64,
@@ -150,6 +156,50 @@ def test_packed_experts_run_as_those_of_the_unsplit_model(
         assert plain.keys() == split.keys() and all(torch.equal(plain[name], split[name]) for name in plain), family
 
 
+@pytest.mark.parametrize("kind", ["fp4", "double"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_packed_as_by_hand_bit_by_bit(family: str, kind: str) -> None:
+    """Packed bytes, scales, and the scales of scales: whether a checkpoint has the experts apart or as a stack."""
+    expected = packed_by_hand(family, kind).state_dict()
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        base(family), dtype=torch.float32, quantization_config=config_of(kind)
+    )
+    state = found.state_dict()
+    assert state.keys() == expected.keys() and any("experts" in name and "absmax" in name for name in state)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        (
+            "intermediate_size",
+            256,
+            r"gate_up_proj: matrices of \[256, 64\] in the checkpoint, \[4, 512, 64\] in the model",
+        ),
+        ("num_local_experts", 6, r"gate_up_proj: 4 matrices in the checkpoint, \[6, 256, 64\] in the model"),
+        ("num_local_experts", 2, r"gate_up_proj: 4 matrices in the checkpoint, \[2, 256, 64\] in the model"),
+    ],
+)
+def test_experts_of_another_shape_are_refused(setting: str, value: int, said: str) -> None:
+    config = copy.deepcopy(FAMILIES["mixtral"])
+    setattr(config, setting, value)
+    with pytest.raises(ValueError, match=said):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            base("mixtral"), config=config, dtype=torch.float32, quantization_config=config_of("nf4")
+        )
+
+
+def test_a_stack_of_another_shape_is_in_the_report_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    config = copy.deepcopy(FAMILIES["gpt-oss"])
+    config.intermediate_size *= 2
+    with pytest.raises(RuntimeError, match="during automatic conversion"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            base("gpt-oss"), config=config, dtype=torch.float32, quantization_config=config_of("nf4")
+        )
+    assert "gate_up_proj: matrices of [64, 128] in the checkpoint, [4, 64, 256] in the model" in caplog.text
+
+
 def test_verify_compares_packed_experts_and_says_what_accumulates() -> None:
     """A router's loss is no mean over tokens, so it is that of an accumulation; there is none in gpt-oss."""
     results = {}
@@ -207,12 +257,15 @@ def test_a_run_goes_on_with_more_stages_from_its_adapters_alone(pool: Pool, tmp_
     assert all(0.25 * whole < held < 0.75 * whole for _, _, held in first)
 
 
-def loaded(source: Path) -> tuple[int, int]:
+def loaded(source: Path, dtype: torch.dtype) -> tuple[int, int]:
     """What a stage keeps, and by how much memory grows at most while it is loaded."""
     ctypes.CDLL(None).mallopt(-3, 1 << 15)  # tensors are mapped, and given back when they are freed
-    stages = [["model.embed_tokens", *(f"model.layers.{n}" for n in range(6))], ["model.norm", "lm_head"]]
-    options = {"dtype": torch.float32, "quantization_config": config_of("nf4")}
-    load = functools.partial(load_stage, transformers.Qwen3MoeForCausalLM, str(source), stages, [0], **options)
+    config = transformers.AutoConfig.from_pretrained(source)
+    stages = [["model.embed_tokens", "model.layers.0", "model.layers.1"], ["model.layers.2", "model.norm", "lm_head"]]
+    model_class = getattr(transformers, config.architectures[0])
+    load = functools.partial(
+        load_stage, model_class, str(source), stages, [0], dtype=dtype, quantization_config=config_of("nf4")
+    )
     model, _ = load()
     kept = sum(one.nbytes for parts in tensors_of(mark_packed(model)).values() for one in parts if not one.is_meta)
     del model
@@ -224,16 +277,34 @@ def loaded(source: Path) -> tuple[int, int]:
     return kept, min(peaks)
 
 
-def test_a_stage_is_packed_while_it_is_loaded_one_stack_at_a_time(pool: Pool, tmp_path: Path) -> None:
-    """Besides what is kept there is one stack of nine, what transformers makes it of, and what Python's collector has
-    not given back yet: 1.9 to 2.9 stacks in all."""
-    config = transformers.Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 6}, moe_intermediate_size=1024, num_experts=32, head_dim=16
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    ((kept, peak),) = pool.run(1, loaded, tmp_path)
-    stack = 32 * 2 * 1024 * 64 * 4
-    assert kept < peak < kept + 3.5 * stack < 6 * stack, (peak / stack, kept / stack)
+# One parameter of four in a layer is a stack of 32 MB; the checkpoint has float32.
+LARGE = {
+    "many narrow experts": transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=1024, num_experts=64, head_dim=16
+    ),
+    "few wide experts": transformers.MixtralConfig(
+        **{**SIZES, "hidden_size": 512}, intermediate_size=2048, num_local_experts=4
+    ),
+    "stacked in the checkpoint": transformers.GptOssConfig(
+        **SIZES, intermediate_size=1024, num_local_experts=64, head_dim=16, sliding_window=4
+    ),
+}
+
+
+@pytest.mark.parametrize("family", LARGE)
+def test_a_stage_is_packed_while_it_is_loaded_within_a_stack_of_what_it_keeps(
+    pool: Pool, tmp_path: Path, family: str
+) -> None:
+    """Beside what it keeps there is no more at any moment than the largest parameter of the stage would take, which is
+    the gate and up projections of all experts of a layer; and a quarter of it for what else a process does."""
+    config: Any = LARGE[family]
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        ((kept, peak),) = pool.run(1, loaded, tmp_path, dtype)
+        stack = largest * dtype.itemsize
+        assert kept < peak < kept + 1.25 * stack < 3 * stack, (dtype, peak / stack, kept / stack)
 
 
 # -- LoRA on experts, and other ways to keep them ----------------------------------------------------------------------
