@@ -20,7 +20,7 @@ from penstock.modeling.packed_layers import stacks_of
 
 METHOD = "bitsandbytes_experts"
 BLOCK = 64  # numbers with one scale
-PART = 2**18  # numbers that are packed at once: on a CPU bitsandbytes needs up to 20 bytes for each meanwhile
+PART = 2**16  # numbers that are packed at once: on a CPU bitsandbytes needs up to 20 bytes for each meanwhile
 
 
 class PackedExpertsConfig(BitsAndBytesConfig):  # type: ignore[misc]  # a library without types
@@ -115,9 +115,10 @@ class _MatrixByMatrix(WeightConverter):  # type: ignore[misc]  # a library witho
 
     def _pieces(self, num_matrices: int, at_once: int, layer_name: str, **kwargs: Any) -> Iterator[torch.Tensor]:
         """Some matrices of the stack after another, as many at once as consist of whole blocks."""
-        tensors = self.collected_tensors
+        tensors = dict(self.collected_tensors)
         for start in range(0, num_matrices, at_once):
-            self.collected_tensors = {source: one[start : start + at_once] for source, one in tensors.items()}
+            for source, matrices in tensors.items():
+                self.collected_tensors[source] = matrices[start : start + at_once]
             yield from super().convert(layer_name, **kwargs).values()
 
 
@@ -139,7 +140,8 @@ def _packed(pieces: Iterable[torch.Tensor], name: str, shape: torch.Size, config
     would be."""
     from bitsandbytes.functional import quantize_4bit, quantize_blockwise
 
-    packed, num_packed, scales = torch.empty(0), 0, []
+    packed, num_packed = torch.empty(0), 0
+    scales: list[torch.Tensor] = []
     for part in _parts(pieces, name, shape):
         of_part, state = quantize_4bit(part, quant_type=config.bnb_4bit_quant_type, blocksize=BLOCK)
         if not scales:
