@@ -272,7 +272,8 @@ def loaded(source: Path, dtype: torch.dtype) -> tuple[int, int]:
     peaks = []
     for _ in range(3):  # what else a process does meanwhile, or has to give back, is in some of them
         with sampled_peak() as peak:
-            load()
+            made = load()
+        del made  # not before memory was looked at for the last time
         peaks.append(peak[0])
     return kept, min(peaks)
 
@@ -304,7 +305,8 @@ def test_a_stage_is_packed_while_it_is_loaded_within_a_stack_of_what_it_keeps(
     for dtype in (torch.float32, torch.bfloat16):
         ((kept, peak),) = pool.run(1, loaded, tmp_path, dtype)
         stack = largest * dtype.itemsize
-        assert kept < peak < kept + 1.25 * stack < 3 * stack, (dtype, peak / stack, kept / stack)
+        # Small tensors may reuse what the load before has given back.
+        assert 0.9 * kept < peak < kept + 1.25 * stack < 3 * stack, (dtype, peak / stack, kept / stack)
 
 
 # -- LoRA on experts, and other ways to keep them ----------------------------------------------------------------------
