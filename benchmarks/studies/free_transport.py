@@ -145,11 +145,16 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 present.add(index)
             return [gradient]
 
-        def on_backward(index: int, microbatch: int, sent: Sequence[torch.Tensor], has_input: bool, _: Any) -> None:
+        def on_backward(
+            index: int, microbatch: int, sent: Sequence[torch.Tensor], has_input: bool, _: Any
+        ) -> Sequence[torch.Tensor]:
             if has_input:
                 at_end(lambda: None)
-            if index < last:
-                torch.autograd.backward(sent, gradients_of(index, microbatch))
+            connected, gradients = index in present, gradients_of(index, microbatch) if index < last else []
+            if gradients and not connected:
+                torch.autograd.backward(sent, gradients)
+                return ()
+            return gradients
 
         for action in schedule.actions[rank]:
             index, microbatch = key = (action.stage, action.microbatch)
@@ -174,7 +179,7 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                         loss = hook_loss(output.loss, callback)
                     else:
                         value = received((), LOSS_DTYPE)
-                        loss = proxy_loss(value, torch.float32, callback)
+                        loss = proxy_loss(value, torch.float32, callback, sent if index in present else ())
                     if index and index > last - schedule.num_ranks + 1 and not local[index - 1]:
                         sends.append(group.send([value], 0, 0))
                     losses.append(value)

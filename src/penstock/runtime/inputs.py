@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,6 +95,11 @@ class StepInputs:
         )
         return cls(microbatches, plans, signatures, counts, sizes, first_microbatch, number, hosts, run_seed, criterion)
 
+    @cached_property
+    def different_plans(self) -> list[DataflowPlan]:
+        """Nearly always a single one."""
+        return list({id(plan): plan for plan in self.plans}.values())
+
     def total_counts(self) -> list[float]:
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
@@ -104,7 +110,7 @@ class StepInputs:
 
     def plans_checksum(self) -> int:
         """A number that is equal on all ranks of the pipeline if they have the same plans."""
-        checksums = list(dict.fromkeys(plan.checksum for plan in self.plans))
+        checksums = list(dict.fromkeys(plan.checksum for plan in self.different_plans))
         return checksums[0] if len(checksums) == 1 else zlib.crc32(repr(checksums).encode())
 
     def num_tokens(self) -> int:
@@ -210,7 +216,8 @@ def _plan(
 
 def warn_of_inexact_loss(model: nn.Module, inputs: StepInputs) -> None:
     """Warn, as often as the user's filters let it through, if microbatches cannot add up to the whole batch's loss."""
-    for reason in dict.fromkeys(plan.loss.reason for plan in inputs.plans if plan.loss and not plan.loss.exact):
+    plans = inputs.different_plans
+    for reason in dict.fromkeys(plan.loss.reason for plan in plans if plan.loss and not plan.loss.exact):
         what = f"the loss of {type(model).__name__} is no mean over tokens or samples ({reason})"
         warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
 
@@ -262,7 +269,7 @@ def warn_of_hooks(names: Sequence[str]) -> None:
 
 def warn_of_batchwise(inputs: StepInputs) -> None:
     """Warn of operations whose backward depends on the whole batch."""
-    if found := sorted({each for plan in inputs.plans for each in plan.batchwise}):
+    if found := sorted({each for plan in inputs.different_plans for each in plan.batchwise}):
         warnings.warn(f"the gradient of {_some(found)} depends on the whole batch: {AS_ACCUMULATED}", stacklevel=2)
 
 
@@ -271,7 +278,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def refuse_without_loss(model: nn.Module, inputs: StepInputs) -> None:
-    if any(plan.loss is None for plan in inputs.plans):
+    if any(plan.loss is None for plan in inputs.different_plans):
         raise ValueError(
             f"{type(model).__name__} computes no loss from the inputs {sorted(inputs.microbatches[0])}: "
             "pass labels, or a criterion=..., or evaluate under torch.no_grad()"

@@ -2,8 +2,9 @@
 
 On the last stage a hook on the loss notes that its backward came. On the others a proxy loss stands for it, whose
 backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the gradients) and
-runs that of the stage's outputs. The proxy's graph does not lead to them: autograd would go on to those without a
-gradient, too, where a `torch.autograd.Function` takes zeros for None."""
+gives the next stage's gradients to autograd, which goes on into the stage's graph. While outputs may have no gradient,
+the proxy's graph does not lead to them, and its backward runs theirs: autograd would go on to those without one, too,
+where a `torch.autograd.Function` takes zeros for None."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from penstock.runtime.gradients.weight_gradients import direct_apply
 autograd_engine = torch.autograd.Variable._execution_engine
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
-# Called when a loss's backward begins, with the incoming gradient.
-OnBackward = Callable[[torch.Tensor | None], None]
+# Called when a loss's backward begins, with the incoming gradient; gives those of the outputs that a proxy leads to.
+OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor | None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class LiveMicrobatch:
 
     leaves: Sequence[torch.Tensor]  # of what was received, the tensors that require a gradient
     sent: Sequence[torch.Tensor] = ()  # likewise
+    connected: bool = False  # whether the proxy's graph leads to `sent`
     loss: torch.Tensor | None = None
     output: Any = None
     answered: bool = False  # whether the gradients of what was received have been sent
@@ -70,9 +72,11 @@ def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -
     return loss
 
 
-def proxy_loss(value: torch.Tensor, dtype: torch.dtype, on_backward: OnBackward) -> torch.Tensor:
-    """A loss of value `value` whose backward calls `on_backward`."""
-    loss: torch.Tensor = _apply(on_backward, value, dtype, _anchor(value.device))
+def proxy_loss(
+    value: torch.Tensor, dtype: torch.dtype, on_backward: OnBackward, outputs: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """A loss of value `value` whose backward calls `on_backward`, and goes on to `outputs` with what that gives."""
+    loss: torch.Tensor = _apply(on_backward, value, dtype, *(outputs or (_anchor(value.device),)))
     return loss
 
 
@@ -99,15 +103,14 @@ def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class _ProxyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, on_backward: OnBackward, value: torch.Tensor, dtype: torch.dtype, anchor: torch.Tensor
+        ctx: Any, on_backward: OnBackward, value: torch.Tensor, dtype: torch.dtype, *outputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.on_backward = on_backward
         return copied(value, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ctx.on_backward(gradient)
-        return None, None, None, None
+        return None, None, None, *(ctx.on_backward(gradient) or (None,))  # the anchor has none
 
 
 _apply = direct_apply(_ProxyLoss)

@@ -192,7 +192,7 @@ class TrainingStep:
     def _run_actions(self) -> Generator[torch.Tensor, None, None]:
         """Run this rank's part of the schedule; gives each loss whose backward is due."""
         for position, action in numbered(self._program.actions):
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            kind, stage, microbatch = action
             self._position = position
             if self._posts:
                 self._post(self._posts[position].before)
@@ -300,28 +300,26 @@ class TrainingStep:
             assert live.loss is not None
             # A copy: the loop's body may change the loss in place.
             value = copied(live.loss.detach(), LOSS_DTYPE)
-            output = live.output
-            hooked = hook_loss(live.loss, on_backward, self._loss_scale)
-            if hooked is not live.loss:
-                output.loss = hooked
+            output, loss = live.output, hook_loss(live.loss, on_backward, self._loss_scale)
+            if loss is not live.loss:
+                output.loss = loss
             live.output = live.loss = None
         else:
             assert self._boundaries.top is not None
             value = self._boundaries.top.recv_loss()
-            proxy = proxy_loss(value, self._proxy_dtype, on_backward)
-            output = StageOutput(proxy, self._inputs.plans[microbatch].fields)
+            live.connected = self._boundaries.top.has_all_gradients(microbatch, len(live.sent))
+            loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
+            output = StageOutput(loss, self._inputs.plans[microbatch].fields)
         self._below[stage].send_loss(value)
         if self._losses and self._seen is None:  # zero_grad() at the loop's first microbatch does no harm
             self._note_gradient()
         self._losses.append(value)
         self._output = output
-        loss = output.loss
-        found: torch.Tensor = loss
-        return found
+        return loss
 
-    def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> None:
-        """Progress the user's `backward()`: check that it is due, and below the last stage run this stage's with the
-        next one's gradients."""
+    def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """Progress the user's `backward()`: check that it is due, and below the last stage give it the next one's
+        gradients, or run this stage's with them."""
         if self._backward_called or self._due != microbatch:
             when = "a second time" if self._due == microbatch else f"while microbatch {self._due} is due"
             self._fault = (
@@ -348,12 +346,12 @@ class TrainingStep:
             self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
         autograd_engine.queue_callback(partial(self._backward_ends, microbatch, live))
-        if top == self._program.last:
-            self._interrupts.busy = before
-            return
-        gradients = self._above[top].recv_backward(microbatch)
+        gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
         self._interrupts.busy = before
-        run_backward(live.sent, gradients)
+        if gradients and not live.connected:
+            run_backward(live.sent, gradients)
+            return ()
+        return gradients
 
     def _backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
         """The user's `backward()` has come to its end. Send what the stage below waits for, before the rest of the
@@ -364,14 +362,13 @@ class TrainingStep:
 
     def _note_gradient(self) -> None:
         """Remember a gradient that nothing but backwards may change now. Not where it may be summed meanwhile."""
-        found, self._seen = self._witness, None
+        self._seen = None
         if self._anything_shared and self._position == self._program.final_backward:
             return
-        if found is None or found.grad is None:
-            found = self._witness = next((one for one in self._gradients.parameters if one.grad is not None), None)
-        gradient = None if found is None else found.grad
-        if found is not None and gradient is not None:
-            self._seen = found, gradient, gradient._version
+        if self._witness is None or self._witness.grad is None:
+            self._witness = next((one for one in self._gradients.parameters if one.grad is not None), None)
+        if self._witness is not None and (gradient := self._witness.grad) is not None:
+            self._seen = self._witness, gradient, gradient._version
 
     def _gradient_changed(self) -> bool:
         """Whether the loop's body has changed a gradient, or dropped it, but for its backward."""

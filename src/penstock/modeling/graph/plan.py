@@ -166,6 +166,7 @@ class StagePlan:
 
     calls: tuple[StageCall, ...]
     relayed: tuple[tuple[int, int], ...]  # positions among the values received and sent of what passes through
+    num_received: int
     num_sent: int
     idle: bool  # the stage runs no unit and returns no output, so that its forward need not run at all
 
@@ -189,6 +190,7 @@ def make_stage_plan(plan: DataflowPlan, stage: int) -> StagePlan:
     return StagePlan(
         calls=tuple(calls),
         relayed=tuple((incoming[value], outgoing[value]) for value in incoming if value in outgoing),
+        num_received=len(incoming),
         num_sent=len(outgoing),
         idle=not last_stage and plan.last_calls[stage] < 0,
     )

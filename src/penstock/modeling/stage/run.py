@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,15 +41,16 @@ class StageRun:
     find_device: Callable[[], torch.device]
     early_exit: bool = True
     hand_over: Callable[[tuple[torch.Tensor, ...]], None] | None = None
-    host_values: HostValues | None = None
+    # What is no argument stays the class's until it is set: there is a run for each microbatch.
+    host_values: HostValues | None = field(default=None, init=False)
     # The unit that makes its logits where a loss asks for them, of so many tokens at once.
-    head: str | None = None
-    chunk_tokens: int = 0
+    head: str | None = field(default=None, init=False)
+    chunk_tokens: int = field(default=0, init=False)
     # The unit that runs; empty between units.
-    inside: str = ""
-    _seed: int = 0
-    _seed_generators: Callable[[int], None] | None = None
-    _position: int = 0
+    inside: str = field(default="", init=False)
+    _seed: int = field(default=0, init=False)
+    _seed_generators: Callable[[int], None] | None = field(default=None, init=False)
+    _position: int = field(default=0, init=False)
 
     @property
     def device(self) -> torch.device:

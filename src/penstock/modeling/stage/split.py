@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -292,7 +292,7 @@ class SplitModel:
             if run.plan.idle:
                 return None, run.finished()
         arguments = _arguments(plan, inputs)
-        if left_out := self._forwards.for_criterion(inputs, criterion):
+        if criterion is not None and (left_out := self._forwards.for_criterion(inputs, criterion)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
         evaluate: Callable[[], Any] = partial(
@@ -309,9 +309,11 @@ class SplitModel:
         if host is not None:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
-        run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        with self._refused, self._watched(plan, stage) if watch else _NOTHING:
-            output = self._handled(plan, run, evaluate, seed)
+        if plan.head is not None:
+            run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
+        handled = partial(self._handled, plan, run, evaluate, seed)
+        with self._refused:
+            output = self._watched(plan, stage, handled) if watch else handled()
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def run_to_end(
@@ -351,14 +353,13 @@ class SplitModel:
         received: Sequence[torch.Tensor],
         **options: Any,
     ) -> StageRun:
-        crossing = len(plan.boundaries[stage - 1]) if stage else 0
-        if len(received) != crossing:
-            raise RuntimeError(
-                f"stage {stage} was given {len(received)} values, but {crossing} cross the boundary before it"
-            )
         found = self._stage_plans.get((plan.digest, stage))
         if found is None:
             found = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
+        if len(received) != found.num_received:
+            raise RuntimeError(
+                f"stage {stage} was given {len(received)} values, but {found.num_received} cross the boundary before it"
+            )
         return StageRun(found, self._forwards.functions, received, partial(self._device_of, inputs), **options)
 
     def _device_of(self, inputs: Mapping[str, Any]) -> torch.device:
@@ -369,11 +370,10 @@ class SplitModel:
         """Whether a forward draws random numbers, so that a seed has an effect."""
         return bool(plan.draws or self._drawn or self._held_sources)
 
-    @contextmanager
-    def _watched(self, plan: DataflowPlan, stage: int) -> Iterator[None]:
-        """Around a stage's forward: warn if it draws from what its trace has not, and seed that from then on."""
+    def _watched(self, plan: DataflowPlan, stage: int, forward: Callable[[], Any]) -> Any:
+        """Run a stage's forward; warn if it draws from what its trace has not, and seed that from then on."""
         before = fingerprints({TORCH, PYTHON, NUMPY}.difference(plan.draws, self._drawn), self.device)
-        yield
+        output = forward()
         if drawn := drawn_since(before, self.device):
             self._drawn |= drawn
             units = self.stages[stage]
@@ -383,6 +383,7 @@ class SplitModel:
                 "forward, or pass them in as inputs",
                 stacklevel=2,
             )
+        return output
 
     def _handled(self, plan: DataflowPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
         if seed is not None:

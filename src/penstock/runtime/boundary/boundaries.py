@@ -22,7 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, call, or_
+from operator import attrgetter, call, is_not, or_
 
 import torch
 
@@ -42,6 +42,7 @@ BYTES_AHEAD = 1 << 20
 # Signatures that are remembered. All ranks of a pipeline see the same ones, so all forget at the same time.
 MAX_SIGNATURES = 4096
 _gradient = attrgetter("grad")
+_is_there = partial(is_not, None)
 # A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
 _spec_of = attrgetter(*TensorSpec._fields)
 
@@ -200,12 +201,12 @@ class _RemoteBoundary:
     def _present_so_far(self, microbatch: int, count: int) -> list[bool] | None:
         """Which of the `count` values of a microbatch that may have a gradient have had one in this step, in any
         microbatch; None if all have. Alike on both sides."""
-        crossing, (complete, of) = self._crossing[microbatch], self._complete
-        if crossing is complete and count == of:
+        kind = self._crossing[microbatch], count
+        if kind == self._complete:
             return None
-        present = self._present.setdefault((crossing, count), [False] * count)
+        present = self._present.setdefault(kind, [False] * count)
         if all(present):
-            self._complete = crossing, count
+            self._complete = kind
             return None
         return present
 
@@ -242,16 +243,17 @@ class BoundaryToPrevious(_RemoteBoundary):
     def send_backward(self, microbatch: int, leaves: Sequence[torch.Tensor]) -> None:
         """Send the gradients of `leaves`, the values the stage received that require one, in order."""
         gradients = list(map(_gradient, leaves))
+        flags = list(map(_is_there, gradients))
         present = self._present_so_far(microbatch, len(leaves))
         if present is not None:
-            flags = [gradient is not None for gradient in gradients]
             self._presence.send([torch.tensor(flags, dtype=torch.int64)])
             present[:] = map(or_, present, flags)
-        elif any(gradient is None for gradient in gradients):
+        elif not all(flags):
             self._warn_of_zeros()
-        self._gradients.send(
-            [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients, strict=True)]
-        )
+        if not all(flags):
+            pairs = zip(leaves, gradients, strict=True)
+            gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in pairs]
+        self._gradients.send(gradients)
 
     def _warn_of_zeros(self) -> None:
         warnings.warn(
@@ -342,6 +344,10 @@ class BoundaryToNext(_RemoteBoundary):
         if not self._losses.posted:
             self.post_loss()
         return self._losses.receive()[0]
+
+    def has_all_gradients(self, microbatch: int, count: int) -> bool:
+        """Whether `recv_backward` will give one for each of the `count` values sent that require one."""
+        return self._present_so_far(microbatch, count) is None
 
     def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
         """Gradients of the values sent that require one, in order; None where there is none."""

@@ -12,17 +12,19 @@ for the first microbatch of a new signature, and the first message of a new kind
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.gloo import Waitable, wait_for_transfer
+from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET, Waitable, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.report import label
 
@@ -56,6 +58,7 @@ RECEIVES_AHEAD = 2
 SENDS_AHEAD = 8
 
 
+_num_bytes = attrgetter("nbytes")
 _Transfer = Callable[[list[torch.Tensor], int, int], dist.Work]
 
 
@@ -76,6 +79,16 @@ class _MessageWork:
             work.wait()
 
 
+class _LargeWork:
+    """The work of a large message: whoever waits for it hears of failures, see `wait_for_transfer`."""
+
+    def __init__(self, work: Waitable, num_bytes: int, check: Callable[[], object]):
+        self._work, self._num_bytes, self._check = work, num_bytes, check
+
+    def wait(self) -> None:
+        wait_for_transfer(self._work, self._num_bytes, self._check)
+
+
 class P2PChannel:
     """This rank's end of one kind of message over the boundary between the stages `boundary` and `boundary + 1`.
     `posted` are the receives that were posted and not waited for yet, each with its buffers."""
@@ -94,16 +107,21 @@ class P2PChannel:
         self._recv, self._recv_each = recv, partial(_MessageWork, recv)
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
+        # From so many bytes on a wait is watched; not on an accelerator, where a stream waits and not this thread.
+        self._large = math.inf if channels.converts else FITS_IN_A_SOCKET
         self._tag = (boundary * len(Message) + kind) * TAGS_PER_CHANNEL
-        self.posted: deque[tuple[list[torch.Tensor], dist.Work | _MessageWork]] = deque()
-        self._in_flight: deque[tuple[list[torch.Tensor], dist.Work | _MessageWork]] = deque()
+        self.posted: deque[tuple[list[torch.Tensor], Waitable]] = deque()
+        self._in_flight: deque[tuple[list[torch.Tensor], Waitable]] = deque()
 
     def post_receive(self, buffers: list[torch.Tensor]) -> None:
+        work: Waitable
         peer, tag = self._peer_in_group, self._tag
         try:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
             raise self._lost("posting a receive of", error) from None
+        if (num_bytes := sum(map(_num_bytes, buffers))) >= self._large:
+            work = _LargeWork(work, num_bytes, self._channels.board.check)
         self.posted.append((buffers, work))
 
     def receive(self) -> list[torch.Tensor]:
@@ -114,9 +132,9 @@ class P2PChannel:
         try:
             if channels.labels:
                 with label(f"receive {self.name}"):
-                    self._wait(work, buffers)
+                    work.wait()
             else:
-                self._wait(work, buffers)
+                work.wait()
         except RuntimeError as error:
             del work
             raise self._lost("receiving", error) from None
@@ -128,7 +146,7 @@ class P2PChannel:
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send `tensors` as the next message, and release older ones if many are under way (see `SENDS_AHEAD`)."""
-        work: dist.Work | _MessageWork
+        work: Waitable
         sent, peer, tag = list(map(torch.Tensor.contiguous, tensors)), self._peer_in_group, self._tag
         try:
             if self._channels.labels:
@@ -138,6 +156,8 @@ class P2PChannel:
                 work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
             raise self._lost("sending", error) from None
+        if (num_bytes := sum(map(_num_bytes, sent))) >= self._large:
+            work = _LargeWork(work, num_bytes, self._channels.board.check)
         self._in_flight.append((sent, work))
         del work
         # Many at a time, which takes less than one by one.
@@ -150,17 +170,11 @@ class P2PChannel:
         while len(in_flight) > keep:
             tensors, work = in_flight.popleft()
             try:
-                self._wait(work, tensors)
+                work.wait()
             except RuntimeError as error:
                 del work
                 raise self._lost("sending", error) from None
             del tensors  # not before they have left
-
-    def _wait(self, work: Waitable, tensors: list[torch.Tensor]) -> None:
-        if self._channels.converts:  # a stream waits, not this thread
-            work.wait()
-        else:
-            wait_for_transfer(work, sum(tensor.nbytes for tensor in tensors), self._channels.board.check)
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
