@@ -145,12 +145,12 @@ def _of_numpys_global() -> RandomSource:
 
     def fingerprint() -> Any:
         nonlocal words, kept
-        bits = np.random.get_bit_generator()
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # the stubs lack it
         if type(bits) is not np.random.MT19937:
             return repr(np.random.get_state(legacy=False))
         before, words = words, ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
         if words != before or kept[0]:
-            *_, has_one, number = np.random.get_state()
+            *_, has_one, number = source.state()
             kept = bool(has_one), number
         return words, kept
 

@@ -129,10 +129,11 @@ def label(*words: object) -> contextlib.AbstractContextManager[object]:
 
 
 def numbered(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """`actions` with their positions, each labelled until the next one is asked for."""
-    if not profiling():
-        yield from enumerate(actions)
-        return
+    """`actions` with their positions, each labelled in the profile, if there is one, until the next is asked for."""
+    return _labelled(actions) if profiling() else enumerate(actions)
+
+
+def _labelled(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     for position, action in enumerate(actions):
         with record_function(f"{PREFIX}{action.kind.value} stage {action.stage} microbatch {action.microbatch}"):
             yield position, action

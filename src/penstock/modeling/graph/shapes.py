@@ -74,6 +74,8 @@ class OutputShape:
     def flatten(self, output: Any, given: Sequence[Any], before: Mapping[str, int]) -> list[Any]:
         """The inverse of `unflatten`, after a call; `before` are the lengths that side outputs had."""
         leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+        if not (self.stored or self.captured):  # nearly always
+            return leaves
         leaves = leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
         lists = side_outputs() if self.captured else {}
         appended = {key: iter(values[before[key] :]) for key, values in lists.items()}

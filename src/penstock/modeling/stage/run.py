@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,6 @@ from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import key_of, mixed
 
-_NOTHING = nullcontext()
 _START = key_of("the code before the first unit")
 
 
@@ -92,8 +90,11 @@ class StageRun:
         if seed is not None and planned.own:
             seed(mixed(self._seed, planned.seeds[0]))
         compute = self._run if planned.own else self._answer
-        with _NOTHING if host_values is None else host_values.aside():
+        if host_values is None:
             output = compute(planned, unit, module, args, kwargs)
+        else:
+            with host_values.aside():
+                output = compute(planned, unit, module, args, kwargs)
         self.inside = ""
         if planned.last:
             if self.hand_over is not None:
