@@ -398,8 +398,8 @@ class Decoding:
         if self.chooses_tokens and len(self._context.stages) > 1:
             self._yield_turn(self._forwards.stage_runs[0][0])
         if len(self.ranks) > 1 and plan.digest not in self._compared:
-            every = self.gather([plan.checksum])
-            compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, every, strict=True)})
+            by_rank = self.gather([plan.checksum])
+            compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, by_rank, strict=True)})
         self._compared.add(plan.digest)
 
     def tokens(self, chosen: torch.Tensor) -> torch.Tensor:

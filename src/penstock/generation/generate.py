@@ -196,15 +196,15 @@ def _compare(
     whether one was given criteria. Raises ValueError, on every rank, if their arguments differ."""
     described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
     streams, stops = arguments.get("streamer") is not None, bool(arguments.get("stopping_criteria"))
-    every = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])
-    if any(theirs[0] != every[0][0] for theirs in every):
+    by_rank = decoding.gather([fingerprint({**described, **options}), int(streams), int(stops)])
+    if any(theirs[0] != by_rank[0][0] for theirs in by_rank):
         raise ValueError(
             f"{called} was given different arguments on ranks {list(decoding.ranks)} of this pipeline: every "
             f"rank passes the same inputs and options, except for {' and '.join(INDIVIDUAL_ARGUMENTS)}; this rank "
             f"passed {sorted(arguments)}"
         )
-    streaming = [rank for rank, theirs in zip(decoding.ranks, every, strict=True) if theirs[1]]
-    return (bool(streaming), streaming[:1] == [decoding.rank]), any(theirs[2] for theirs in every)
+    streaming = [rank for rank, theirs in zip(decoding.ranks, by_rank, strict=True) if theirs[1]]
+    return (bool(streaming), streaming[:1] == [decoding.rank]), any(theirs[2] for theirs in by_rank)
 
 
 def _described(value: Any) -> Any:

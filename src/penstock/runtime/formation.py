@@ -265,12 +265,12 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "
     """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
     differs."""
     told = {name: _told(value) for name, value in facts.items()}
-    every = world_ranks(board).differing(told, f"comparing {of}")
-    if every is None:
+    by_rank = world_ranks(board).differing(told, f"comparing {of}")
+    if by_rank is None:
         return
     differences = []
-    for name in dict.fromkeys(chain.from_iterable(every)):
-        values = [theirs.get(name, "nothing") for theirs in every]
+    for name in dict.fromkeys(chain.from_iterable(by_rank)):
+        values = [theirs.get(name, "nothing") for theirs in by_rank]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             differences.append(f"{name} is {values[0][:200]} on rank 0 and {values[other][:200]} on rank {other}")

@@ -207,8 +207,8 @@ class Parts:
     def _compare_weights(self, ranks: Ranks) -> None:
         """Say what is wrong with the weights, on every rank."""
         changed = list(self.updates.changed()) if self._has_owners else []
-        every = ranks.exchange([self._strangers(), int(self.updates.state()), bool(changed)], "comparing weights")
-        if strangers := list(dict.fromkeys(name for names, _, _ in every for name in names)):
+        by_rank = ranks.exchange([self._strangers(), int(self.updates.state()), bool(changed)], "comparing weights")
+        if strangers := list(dict.fromkeys(name for names, _, _ in by_rank for name in names)):
             more = f", and {len(strangers) - 5} more" if len(strangers) > 5 else ""
             raise SettingsMismatch(
                 f"the model has trained parameters that it had not when it was parallelised: {', '.join(strangers[:5])}"
@@ -216,12 +216,12 @@ class Parts:
                 "replace parameters before initialize(); give one that is there other values in place "
                 "(parameter.data.copy_(...))"
             )
-        torn = len({state for _, state, _ in every}) > 1  # an update that a signal kept some ranks from
+        torn = len({state for _, state, _ in by_rank}) > 1  # an update that a signal kept some ranks from
         if words := self.copies.reconcile(adopt=torn):
             if not torn:
                 raise SettingsMismatch(words)
             warnings.warn(f"{words}. From here on all have the copy of the first of these ranks", stacklevel=2)
-        elif any(has_changed for _, _, has_changed in every):
+        elif any(has_changed for _, _, has_changed in by_rank):
             raise SettingsMismatch(
                 "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
                 "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"
@@ -237,11 +237,11 @@ class Parts:
         on_host = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(inputs))
         ranks = Ranks(context.groups.world_control, context.board.guard)
         told = ranks.exchange(fingerprint(on_host), "comparing the pipelines' batches")
-        every = dict(zip(ranks.ranks, told, strict=True))
+        by_rank = dict(zip(ranks.ranks, told, strict=True))
         given: dict[int, list[int]] = {}
         for replica in range(context.layout.num_replicas):
             first, *_ = context.layout.of_replica(replica)
-            given.setdefault(every[first.first_rank], []).append(context.layout.pipelines.index(first))
+            given.setdefault(by_rank[first.first_rank], []).append(context.layout.pipelines.index(first))
         same = max(given.values(), key=len)
         if len(same) > 1 and context.rank == 0:
             warnings.warn(
@@ -261,11 +261,11 @@ class Parts:
         if Settings.batches_differ(said, context.layout):
             group = context.groups.world_control if everyone else context.groups.batch_control
             ranks = Ranks(group, context.board.guard)
-            every = ranks.exchange(batch(), "comparing batches")
-            refuse_unlike_batches(dict(zip(ranks.ranks, every, strict=True)), context.layout)
+            by_rank = ranks.exchange(batch(), "comparing batches")
+            refuse_unlike_batches(dict(zip(ranks.ranks, by_rank, strict=True)), context.layout)
         if not Settings.compare(said, context.layout):
             ranks = Ranks(context.groups.world_control, context.board.guard)
-            every = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
-            refuse_frozen_on_some(dict(zip(sorted(said), every, strict=True)))
+            by_rank = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
+            refuse_frozen_on_some(dict(zip(sorted(said), by_rank, strict=True)))
             self._compare_weights(ranks)
         return answers.pipeline

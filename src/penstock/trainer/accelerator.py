@@ -160,12 +160,12 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
         # Not accelerate's gather: in an elastic run accelerate knows of no other process.
         def of_each_pipeline(mine: torch.Tensor) -> torch.Tensor:
             mine = (mine[None] if mine.ndim == 0 else mine).contiguous()
-            every = [torch.empty_like(mine) for _ in range(self.engine.layout.world_size)]
+            by_rank = [torch.empty_like(mine) for _ in range(self.engine.layout.world_size)]
             groups, board = self.engine.context.groups, self.engine.board
             group = groups.world_control if mine.device.type == "cpu" else groups.world
             with board.guard("gathering what the pipelines have", self.engine.context.everyone):
-                dist.all_gather(every, mine, group=group)
-            return torch.cat([every[rank] for rank in self.first_ranks])
+                dist.all_gather(by_rank, mine, group=group)
+            return torch.cat([by_rank[rank] for rank in self.first_ranks])
 
         return recursively_apply(of_each_pipeline, tensor, error_on_other_type=True)
 

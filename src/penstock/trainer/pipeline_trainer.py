@@ -246,8 +246,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             return found
         state = self.state
         mine = [int(found), state.best_global_step or 0, bits_of(float(state.best_metric))]
-        every = self._exchange_decisions(mine)
-        if (first := list(every[min(every)][:3])) != mine:
+        by_rank = self._exchange_decisions(mine)
+        if (first := list(by_rank[min(by_rank)][:3])) != mine:
             state.best_global_step, state.best_metric = first[1] or None, float_of(first[2])
         return bool(first[0])
 

@@ -69,9 +69,9 @@ class Settings(NamedTuple):
         """What all pipelines must have alike, and those that share their sequences, and whether something is wrong in
         this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` and `batches_differ` find
         nothing."""
-        every = {rank: Settings(*facts) for rank, facts in said.items()}
-        batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in every.values()}
-        frozen = _frozen_in(pipeline, every)
+        by_rank = {rank: Settings(*facts) for rank, facts in said.items()}
+        batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in by_rank.values()}
+        frozen = _frozen_in(pipeline, by_rank)
         (apart, whole), *others = frozen
         wrong = len(batches) > 1 or apart != 0 or bool(others)
         everywhere = self.autocast, self.modes, self.loss_scale, self.reduces, whole
@@ -88,11 +88,11 @@ class Settings(NamedTuple):
         """Whether the same parameters are frozen everywhere and tied weights' copies are the same, or not all ranks are
         here, as nothing is trained then. Raises SettingsMismatch, on every rank, if something else differs; batches
         do not (see `batches_differ`)."""
-        every = {rank: Settings(*facts) for rank, facts in said.items()}
-        pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in every]
+        by_rank = {rank: Settings(*facts) for rank, facts in said.items()}
+        pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in by_rank]
         differences = []
         for field, name, words in _COMPARED:
-            values = {rank: getattr(settings, field) for rank, settings in every.items()}
+            values = {rank: getattr(settings, field) for rank, settings in by_rank.items()}
             if len(set(values.values())) > 1:
                 differences.append(f"{name}: {in_words(values, words)}")
         if differences:
@@ -100,11 +100,11 @@ class Settings(NamedTuple):
                 "the ranks compute under different settings, but all must have the same: " + "; ".join(differences)
             )
         for pipeline in pipelines:
-            compare_plans({rank: every[rank].plans for rank in pipeline.ranks()})
-            _compare_schedules({rank: every[rank].schedule for rank in pipeline.ranks()})
-        if len(every) < layout.world_size:
+            compare_plans({rank: by_rank[rank].plans for rank in pipeline.ranks()})
+            _compare_schedules({rank: by_rank[rank].schedule for rank in pipeline.ranks()})
+        if len(by_rank) < layout.world_size:
             return True
-        found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, every)}
+        found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, by_rank)}
         return len(found) == 1 and all(apart == 0 for apart, _ in found)
 
 
@@ -149,12 +149,12 @@ def _unlike(own: Mapping[int, tuple[Any, ...]], verb: str, other: str) -> str:
     return in_words({rank: kinds.index(one) for rank, one in own.items()}, words.__getitem__, verb)
 
 
-def _frozen_in(pipeline: PipelineLayout, every: Mapping[int, Settings]) -> set[tuple[int, int]]:
+def _frozen_in(pipeline: PipelineLayout, by_rank: Mapping[int, Settings]) -> set[tuple[int, int]]:
     """Of a pipeline: 0 if all holders of each parameter have it frozen or none has, and a digest of what is frozen;
     for each tensor-parallel rank."""
-    apart = sum(every[rank].frozen for rank in pipeline.ranks()) % MODULUS
+    apart = sum(by_rank[rank].frozen for rank in pipeline.ranks()) % MODULUS
     shards = [pipeline.ranks(index) for index in range(pipeline.tensor_parallel_size)]
-    return {(apart, sum(every[rank].frozen_whole for rank in ranks) % MODULUS) for ranks in shards}
+    return {(apart, sum(by_rank[rank].frozen_whole for rank in ranks) % MODULUS) for ranks in shards}
 
 
 def compare_plans(checksums: Mapping[int, int]) -> None:
@@ -295,15 +295,15 @@ class FrozenParameters:
         }
 
 
-def refuse_frozen_on_some(every: Mapping[int, Mapping[str, tuple[bool, str]]]) -> None:
+def refuse_frozen_on_some(by_rank: Mapping[int, Mapping[str, tuple[bool, str]]]) -> None:
     """Raise SettingsMismatch, on every rank, if parameters are frozen on some of their holders only."""
     differences = []
-    for first in dict.fromkeys(name for described in every.values() for name in described):
-        frozen = {rank: int(described[first][0]) for rank, described in every.items() if first in described}
+    for first in dict.fromkeys(name for described in by_rank.values() for name in described):
+        frozen = {rank: int(described[first][0]) for rank, described in by_rank.items() if first in described}
         if len(set(frozen.values())) == 1:
             continue
         words = in_words(frozen, lambda frozen: "frozen it" if frozen else "not")
-        names = {rank: every[rank][first][1] for rank in frozen}
+        names = {rank: by_rank[rank][first][1] for rank in frozen}
         if len(set(names.values())) > 1:  # a tied weight
             where = ", ".join(f"{name} on rank {rank}" for rank, name in names.items())
             words += f" (a tied weight, freeze it under the name that it has on each rank: {where})"

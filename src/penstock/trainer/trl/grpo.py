@@ -124,8 +124,8 @@ class GRPO(OwnLoss):
             return own(inputs)
 
     def _gathered_objects(self, own: Any, values: list[Any]) -> list[Any]:
-        every = own([values])
-        return list(chain.from_iterable(every[rank] for rank in self.trainer.accelerator.first_ranks))
+        by_rank = own([values])
+        return list(chain.from_iterable(by_rank[rank] for rank in self.trainer.accelerator.first_ranks))
 
     def _rewards(self, own: Any, *given: Any) -> torch.Tensor:
         """The trainer's own method: what the reward functions give, for the completions of all pipelines. They are
@@ -144,8 +144,8 @@ class GRPO(OwnLoss):
 
         with engine.together(Call.SHARE):
             ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
-            every = ranks.together("scoring completions", of_this_pipeline)
-        scored = [every[rank] for rank in firsts]
+            by_rank = ranks.together("scoring completions", of_this_pipeline)
+        scored = [by_rank[rank] for rank in firsts]
         trainer._pending_metrics.update(scored[trainer.accelerator.process_index][1])
         found = chain.from_iterable(rewards for rewards, _ in scored)
         return torch.tensor([[math.nan if one is None else one for one in row] for row in found], device=engine.device)
