@@ -489,6 +489,7 @@ class Engine:
         if in_parts and (part := self.layout.part_of(self.place.pipeline)):
             seed = mixed(seed, key_of("part of a sequence", part))  # its tokens are others
         plan = partial(self.split.plan, in_chunks=training and self.split.loss_chunk_tokens is not None)
+        # The step may have another number once the caller iterates: `TrainingStep.run` puts that in its place.
         return StepInputs.of(
             microbatches, plan, sizes, first_microbatch, self.step_number,
             with_counts=self.context.holds_output, hosts=hosts, run_seed=seed, criterion=criterion,
