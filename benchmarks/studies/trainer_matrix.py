@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps (default: 6)")
     options = parser.parse_args()
     config = {"steps": options.steps, "samples_per_pipeline": BATCH, "layouts": LAYOUTS, "rows": ROWS}
-    runs = known_runs(options.steps)
+    runs, beyond = known_runs(options.steps), list[str]()
     pool = Pool()
     try:
         for row in [name for name in ROWS if re.search(options.only, name)]:
@@ -140,9 +140,10 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(prefix="penstock-matrix-") as folder:
                     runs.setdefault(row, {})[name] = run(pool, Path(folder), row, dtype, options.steps)
             print(f"{row}: {runs[row]}", flush=True)
+            beyond = write(config, runs)
     finally:
         pool.close()
-    if beyond := write(config, runs):
+    if beyond:
         sys.exit(f"beyond their targets: {', '.join(beyond)}")
 
 

@@ -367,6 +367,8 @@ def _take_down() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        # A DDP model goes while its group's threads run: if both go at once, they may wait for each other.
+        gc.collect()
         dist.destroy_process_group()
     # torch counts groups made in vain too, and puts the count into the keys under which ranks meet: a worker that once
     # failed to form a group would never again meet workers that did not.
