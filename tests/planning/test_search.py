@@ -247,6 +247,17 @@ def test_a_large_job_under_a_lean_schedule_alone_has_a_plan(devices: str, speed:
         make_plans(replace(job, cluster=cluster(devices, "1.2GB", speed)), 1)
 
 
+@pytest.mark.parametrize("schedule", planned_schedules())
+def test_no_equal_pipelines_are_faster_than_the_plan_of_a_large_job(schedule: str) -> None:
+    """Also where the reduction of gradients takes as long as some microbatches; and no plan is found twice."""
+    for bandwidth, num_microbatches in ((3e9, 12), (1e10, 16)):
+        job = Job(gpt(), cluster("12", inside=Link(1e-5, bandwidth)), num_microbatches, schedules=(schedule,))
+        equal, plans = equal_pipelines(job, schedule), make_plans(job)
+        assert equal is not None and plans[0].seconds <= equal.seconds
+        shown = [sorted((one.schedule.num_microbatches, one.stage_names) for one in plan.pipelines) for plan in plans]
+        assert all(shown.count(one) == 1 for one in shown)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_no_other_rule_is_predicted_to_be_faster(rule: str) -> None:
     for devices in ("a:5", "a:3,b:2", "a:2,b:4"):

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.context_parallel import share_sequences
-from penstock.planning.plan import Job, Plan
+from penstock.planning.plan import Job
 from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
 from penstock.planning.profile import Profile
 from penstock.planning.profiling import profile_model
@@ -50,16 +50,13 @@ def auto_pipelines(
         else Profile.read(os.fspath(profile))
     )
     job = _in_parts(_job(found, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
-    plans: list[Plan | None] = [*make_plans(job, 16), equal_pipelines(job, schedule)]
-    complete = [plan for plan in plans if plan is not None and len(plan.devices) == job.cluster.size]
-    if not complete:
-        best = plans[0]
-        assert best is not None
+    plans = make_plans(job, 16)
+    best = next((plan for plan in plans if len(plan.devices) == job.cluster.size), None)
+    if best is None:
         raise Infeasible(
-            f"no plan uses all {num_devices} processes: the best uses {len(best.devices) * context_parallel_size}; "
-            "start as many, or ask for more microbatches"
+            f"no plan uses all {num_devices} processes: the best uses "
+            f"{len(plans[0].devices) * context_parallel_size}; start as many, or ask for more microbatches"
         )
-    best = min(complete, key=lambda plan: plan.seconds)
     name = type(model).__name__
     templates = [PipelineTemplate(name, pipeline.stage_names) for pipeline in best.pipelines]
     return templates, [pipeline.schedule.num_microbatches for pipeline in best.pipelines]

@@ -189,7 +189,6 @@ class Candidates:
     def under_schedules(self) -> list[tuple[float, Candidate]]:
         """Every candidate under every schedule that it fits, by rising bounds of its step."""
         found: dict[tuple[object, ...], tuple[float, Candidate]] = {}
-        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
         for splits in self.candidates():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
             deepest = max(len(split.sizes) for split in splits)
@@ -208,10 +207,14 @@ class Candidates:
                 if key not in found and len(pipelines) == len(splits) and is_short:
                     counts = split_microbatches([one.seconds for one in pipelines], self.job.num_microbatches)
                     candidate = list(zip(pipelines, counts, strict=True))
-                    # The least seconds a byte of the reduction of gradients; see `plan.reductions_of`.
-                    reduction = 2 * (len(splits) - 1) / len(splits) / fastest
-                    found[key] = max(one.bound(count, reduction) for one, count in set(candidate)), candidate
+                    found[key] = self.bound(candidate), candidate
         return sorted(found.values(), key=lambda entry: entry[0])
+
+    def bound(self, candidate: Candidate) -> float:
+        """A lower bound of its step, with the least seconds a byte of the reduction; see `plan.reductions_of`."""
+        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
+        reduction = 2 * (len(candidate) - 1) / len(candidate) / fastest
+        return max(one.bound(count, reduction) for one, count in set(candidate))
 
     def estimate(self, candidate: Candidate) -> tuple[float, Candidate]:
         """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own; and
@@ -257,8 +260,10 @@ class Candidates:
     def realise(self, candidate: Candidate) -> Plan | None:
         """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked."""
         devices = place(self.job.cluster, [one.classes for one, _ in candidate], self.job.copies)
-        if devices is None:
-            return None
+        return None if devices is None else self.realise_on(devices, candidate)
+
+    def realise_on(self, devices: Sequence[Sequence[int]], candidate: Candidate) -> Plan | None:
+        """The candidate on these devices of its pipelines; None if one does not fit."""
         pairs = zip(devices, candidate, strict=True)
         placed = [PlannedPipeline(tuple(own), one.units, one.schedule(count)) for own, (one, count) in pairs]
         return evaluate(self.job, placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -112,6 +113,21 @@ class Plan:
     def devices(self) -> tuple[int, ...]:
         return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
 
+    @cached_property
+    def layout(self) -> frozenset[tuple[object, int]]:
+        """What its pipelines are, and how many of each, wherever they are placed."""
+        return frozenset(
+            Counter(
+                (
+                    pipeline.schedule.name,
+                    tuple(self.job.cluster.class_of_device[device] for device in pipeline.devices),
+                    tuple(map(len, pipeline.stages)),
+                    pipeline.schedule.num_microbatches,
+                )
+                for pipeline in self.pipelines
+            ).items()
+        )
+
     @property
     def bubble(self) -> float:
         """Share of the step in which the devices in use do not compute, on average."""
@@ -212,15 +228,19 @@ def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1)
             devices.append(free[node][kind].pop())
         found[index] = devices
     placed = [found[index] for index in range(len(pipelines))]
-    if copies > 1 and num_nodes > 1:
-        apart, on_their_own = set[int](), 0
-        for nodes in sorted(({cluster.node_of_device[device] for device in own} for own in placed), key=len):
-            if not nodes & apart:
-                apart |= nodes
-                on_their_own += 1
-        if on_their_own < copies:
-            return None
-    return placed
+    return placed if are_apart(cluster, placed, copies) else None
+
+
+def are_apart(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int) -> bool:
+    """Whether `copies` of the pipelines, given as their devices, stand on nodes of their own, if there are several."""
+    if copies == 1 or len(set(cluster.node_of_device)) == 1:
+        return True
+    apart, on_their_own = set[int](), 0
+    for nodes in sorted(({cluster.node_of_device[device] for device in own} for own in pipelines), key=len):
+        if not nodes & apart:
+            apart |= nodes
+            on_their_own += 1
+    return on_their_own >= copies
 
 
 @lru_cache(maxsize=512)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,8 +11,7 @@ from penstock.layout.partition import partition, split_into
 from penstock.planning.candidates import Candidate, Candidates, some_depths
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import HeldBytes, readable
-from penstock.planning.plan import Job, Plan, PlannedPipeline, evaluate, schedule_of
-from penstock.planning.profile import seconds_of, stages_of
+from penstock.planning.plan import Job, Plan, are_apart, schedule_of
 from penstock.schedule.registry import PLAIN
 
 
@@ -22,37 +20,47 @@ class Infeasible(ValueError):
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
-    """The best plans, fastest first. Those of a small job are exact. Besides, layouts that are good by formula are
-    looked at under every schedule, by rising bounds; the pipelines of those that may be among the best are simulated
-    alone, and the best of them all together on their nodes, with the reduction of gradients."""
+    """The best plans, fastest first: none is slower than the best equal pipelines, and those of a small job are exact.
+    Besides, layouts that are good by formula are looked at under every schedule, by rising bounds; the pipelines of
+    those that may be among the best are simulated alone, and the best of them all together on their nodes, with the
+    reduction of gradients."""
     planner = Candidates(job)
-    plans: list[Plan] = []
-    seen = set()
+    found: dict[object, Plan] = {}  # the fastest of each layout, which may be placed in several ways
+    tried = set()
 
-    def add(candidate: Candidate) -> None:
+    def add(plan: Plan | None) -> None:
+        if plan is not None and (plan.layout not in found or plan.seconds < found[plan.layout].seconds):
+            found[plan.layout] = plan
+
+    def realise(candidate: Candidate) -> None:
         key = frozenset(Counter((one.name, one.classes, one.sizes, count) for one, count in candidate).items())
-        plan = None if key in seen else planner.realise(candidate)
-        seen.add(key)
-        if plan is not None:
-            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
+        if key not in tried:
+            tried.add(key)
+            add(planner.realise(candidate))
 
+    def fastest() -> list[Plan]:
+        return sorted(found.values(), key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
+
+    for name in job.schedules:
+        add(equal_pipelines(job, name))
     for candidate in exact_layouts(planner, most):
-        add(candidate)
+        realise(candidate)
     # Bounds, and estimates of what is not simulated as a whole yet, the most promising first; the third breaks ties. An
     # estimate is no bound, but the bounds of what is not estimated yet are: the search ends where both are no better.
     queue = [(bound, False, place, candidate) for place, (bound, candidate) in enumerate(planner.under_schedules())]
     while queue:
         seconds, is_estimate, place, candidate = heappop(queue)
-        if len(plans) >= most and seconds >= plans[most - 1].seconds:
+        plans = fastest()
+        if len(plans) == most and seconds >= plans[-1].seconds:
             break
         if is_estimate:
-            add(candidate)
+            realise(candidate)
         else:
             seconds, candidate = planner.estimate(candidate)
             heappush(queue, (seconds, True, -place, candidate))
-    if not plans:
+    if not found:
         raise explain(job)
-    return plans[:most]
+    return fastest()
 
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
@@ -94,31 +102,27 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
     and as many microbatches, or one more where these cannot be divided, and units are balanced by cost whatever the
     devices' speeds.
     """
-    best: Plan | None = None
-    cluster = job.cluster
+    cluster, planner = job.cluster, Candidates(job)
+    ways: list[tuple[float, int, list[list[int]], Candidate]] = []
     for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
         count = min(cluster.size // ranks, job.num_microbatches)
-        placed = schedule_of(schedule, ranks, 1)
-        if count < job.least_pipelines or placed.num_stages > len(job.parts):
+        num_stages = schedule_of(schedule, ranks, 1).num_stages
+        if count < job.least_pipelines or num_stages > len(job.parts):
             continue
-        stages = stages_of(job.parts, partition(job.seconds, [1.0] * placed.num_stages).sizes)
-        each, more = divmod(job.num_microbatches, count)
-        counts = [each + (index < more) for index in range(count)]
         devices = split_into(range(count * ranks), [ranks] * count)
-        seconds = [seconds_of(stages, kind.speed) for kind in cluster.classes]
-        work = [[sum(of[stage] for stage in placed.stages_of(rank)) for rank in range(ranks)] for of in seconds]
-        without_bubble = max(
-            number * work[cluster.class_of_device[device]][rank]
-            for number, own in zip(counts, devices, strict=True)
-            for rank, device in enumerate(own)
-        )
-        if best is not None and without_bubble >= best.seconds:
+        if not are_apart(cluster, devices, job.copies):
             continue
-        pipelines = [
-            PlannedPipeline(tuple(own), stages, schedule_of(schedule, ranks, number))
-            for number, own in zip(counts, devices, strict=True)
-        ]
-        plan = evaluate(job, pipelines)
+        sizes = partition(job.seconds, [1.0] * num_stages).sizes
+        classes = [tuple(cluster.class_of_device[device] for device in own) for own in devices]
+        alike = {own: planner.pipeline_of(own, sizes, schedule) for own in set(classes)}
+        each, more = divmod(job.num_microbatches, count)
+        candidate = [(alike[own], each + (index < more)) for index, own in enumerate(classes)]
+        ways.append((planner.bound(candidate), ranks, devices, candidate))
+    best: Plan | None = None
+    for bound, _, devices, candidate in sorted(ways, key=lambda way: way[:2]):
+        if best is not None and bound >= best.seconds:
+            break
+        plan = planner.realise_on(devices, candidate)
         if plan is not None and (best is None or plan.seconds < best.seconds):
             best = plan
     return best
