@@ -301,3 +301,14 @@ def test_a_part_costs_its_share_and_what_it_receives() -> None:
     again = costs_of([[part.checkpointed()]], [0.2])
     assert again.backward == pytest.approx(((whole.backward + whole.forward) / 4 / 0.2 + 2 * received,))
     assert share_sequences(Job(profile, Cluster((DeviceClass("device", 6),)), 1), 4) is None
+
+
+def test_parts_sum_their_gradients_at_the_end_of_a_planned_step() -> None:
+    """A ring of all devices, of which each has all gradients."""
+    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
+    job = share_sequences(Job(found, Cluster((DeviceClass("device", 4),), inside=Link(0.0, 1e9)), 1), 4)
+    assert job is not None
+    (plan, *_) = make_plans(job)
+    size = sum(unit.gradients for unit in found.units)
+    (reduction,) = plan.simulation.reductions
+    assert reduction.seconds == pytest.approx(2 * 3 / 4 * size / 1e9) and plan.bytes_on_links == 2 * 3 * size

@@ -240,12 +240,13 @@ class Candidates:
     def _with_reduction(self, pipeline: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
         """The step of a pipeline that is simulated alone, and then reduces what it has in common with the others."""
         end, ready = self.simulated(pipeline, count)
-        if num_pipelines > 1 and link.seconds(1):
+        holders = num_pipelines * self.job.context_parallel_size
+        if holders > 1 and link.seconds(1):
             free_from = [0.0] * len(pipeline.classes)
             for stage, rank in reversed(list(enumerate(pipeline.schedule(count).stage_to_rank))):
-                size = sum(unit.gradients for unit in pipeline.units[stage]) / num_pipelines
+                size = sum(unit.gradients for unit in pipeline.units[stage]) / holders
                 start = max(ready[stage], free_from[rank])
-                free_from[rank] = start + 2 * (num_pipelines - 1) * link.seconds(size)
+                free_from[rank] = start + 2 * (holders - 1) * link.seconds(size)
             end = max(end, *free_from)
         return end
 

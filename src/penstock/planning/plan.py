@@ -161,8 +161,9 @@ class Plan:
             for stage in range(pipeline.schedule.num_stages - 1)
             if not pipeline.schedule.is_local(stage, stage + 1)
         )
-        reduced = 2 * (len(self.pipelines) - 1) * sum(unit.gradients for unit in self.job.profile.units)
-        return crossing + reduced
+        parts = self.job.context_parallel_size
+        reduced = 2 * (len(self.pipelines) * parts - 1) * sum(unit.gradients for unit in self.job.profile.units)
+        return crossing * parts + reduced
 
 
 def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
@@ -191,8 +192,12 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
 
 
 def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduction]:
-    """The sums of gradients between pipelines, last segment first, each as a ring: 2 (n - 1) / n of its bytes."""
-    if len(pipelines) < 2 or job.cluster.inside.seconds(1) == job.cluster.between.seconds(1) == 0:
+    """The sums of gradients between pipelines, last segment first, each as a ring: 2 (n - 1) / n of its bytes. Devices
+    that share sequences take part in it one by one."""
+    if (
+        len(pipelines) * job.context_parallel_size < 2
+        or job.cluster.inside.seconds(1) == job.cluster.between.seconds(1) == 0
+    ):
         return []
     stage_of = [[stage for stage, units in enumerate(pipeline.stages) for _ in units] for pipeline in pipelines]
     found = []
@@ -200,8 +205,9 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
         size = sum(unit.gradients for _, unit in run)
         holders = tuple(enumerate(stages))
         devices = [pipelines[p].devices[pipelines[p].schedule.stage_to_rank[stage]] for p, stage in holders]
-        slowest = max((job.cluster.link(a, b) for a, b in pairwise(devices)), key=lambda link: link.seconds(size))
-        count = len(holders)
+        links = [job.cluster.link(a, b) for a, b in pairwise(devices)] or [job.cluster.inside]
+        slowest = max(links, key=lambda link: link.seconds(size))
+        count = len(holders) * job.context_parallel_size
         found.append(Reduction(2 * (count - 1) * slowest.seconds(size / count), holders))
     return found[::-1]
 
