@@ -49,12 +49,12 @@ from penstock.schedule import schedule_names
 
 LIMIT = 120.0  # seconds for one check
 VOCABULARY = 512
+LEARNING_RATE = 0.05
 LARGEST_DIFFERENCE = 1e-4  # of gradients in float32, relative to the largest entry
 PROMISED_SECONDS = 10.0  # until a killed rank is an error on all others
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-ROOT = Path(__file__).resolve().parents[2]
 # In a rank's environment: it shares the only GPU with others, and how messages travel then.
 SHARED = "PENSTOCK_SHARED_CARD"
 TRANSPORTS = {
@@ -97,12 +97,12 @@ def work(worker: str, device: str, checks: Mapping[str, Callable[..., dict[str, 
 
 
 def use_emulated_device() -> None:
-    """Load the emulated GPU of the tests, which has host memory and computes at once."""
-    sys.path.insert(0, str(ROOT))
-    from tests.support.emulated_gpu import emulated_device
+    """Load the emulated GPU of the tests, which has host memory and computes at once, and a transport for it."""
+    from tests.support.emulated_gpu import emulated_device, emulated_nccl
 
     os.environ[emulated_device.LIBRARY] = str(emulated_device.build())
     emulated_device.load()
+    emulated_nccl.register()
     torch.__future__.set_swap_module_params_on_conversion(True)
 
 
@@ -204,7 +204,7 @@ def run(
         variables = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         variables |= {name: str(value) for name, value in places.items()} | {"TRANSFORMERS_VERBOSITY": "error"}
-        if device == "cpu":
+        if device == "cpu" and torch.cuda.is_available():
             variables["CUDA_VISIBLE_DEVICES"] = ""
         worker = json.dumps([check, arguments, limit])
         command = [*before, sys.executable, str(Path(script).resolve()), "--device", device, "--worker", worker]
@@ -256,10 +256,15 @@ def distributed(model: Any, schedule: str, num_microbatches: int) -> Any:
     return penstock.initialize(model, {"model_parallelism": section})
 
 
-def unsplit_on(device: torch.device, model: GPT2LMHeadModel) -> tuple[float, dict[str, torch.Tensor]]:
+def unsplit_on(device: torch.device, model: GPT2LMHeadModel, steps: int) -> tuple[float, dict[str, torch.Tensor]]:
     whole = copy.deepcopy(model).to(device)
-    loss = whole(**on(device, make_batch())).loss
-    loss.backward()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=LEARNING_RATE)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        optimizer.step()  # not the first time, as there are no gradients yet
+        optimizer.zero_grad()
+        loss = whole(**on(device, make_batch())).loss
+        loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
 
 
@@ -277,7 +282,7 @@ def wait_in_every_block(model: Any) -> None:
 
 
 def exact(schedule: str, waits: bool = False, eager: bool = False, steps: int = 2) -> dict[str, Any]:
-    """Some steps; losses and gradients of the last against the unsplit model's."""
+    """Some steps with updates; losses and gradients of the last against the unsplit model's."""
     if eager:
         local = None
         if torch.cuda.is_available():
@@ -286,11 +291,14 @@ def exact(schedule: str, waits: bool = False, eager: bool = False, steps: int = 
     model = make_model()
     plain = copy.deepcopy(model)
     model = distributed(model, schedule, num_microbatches=4)
-    expected_loss, expected = unsplit_on(model.device, plain)
+    expected_loss, expected = unsplit_on(model.device, plain, steps)
     if waits:
         wait_in_every_block(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = list[torch.Tensor]()
     for _ in range(steps):
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses = []
         for output in model(**make_batch()):
             if waits:
@@ -407,7 +415,7 @@ def killed(waits: bool) -> dict[str, Any]:
         seconds = time.time() - float(store.get("gpu_check"))
         right = error.rank == victim
         said = f"rank {victim} named after {seconds:.1f} s" if right else f"blamed {error.rank}: {error}"
-        return {"passed": right and seconds < PROMISED_SECONDS, "said": said}
+        return {"passed": right and seconds < PROMISED_SECONDS, "said": said, "seconds": seconds}
     return {"passed": False, "said": "nobody noticed"}
 
 

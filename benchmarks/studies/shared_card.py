@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.support.emulated_gpu.host_group import HostGroup
+from tests.support.emulated_gpu.host_group import HostGroup, listed, rooted
 from tests.support.emulated_gpu.one_card import count_as_own
 
 
@@ -60,8 +60,13 @@ class SharedCard(HostGroup):
         options = options or dist.AllreduceOptions()
         return self._carry(tensors, tensors, lambda copies: self._inner.allreduce(copies, options))
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        return self._carry(tensors, tensors, lambda copies: self._inner.broadcast(copies, options))
+    def reduce(self, tensors: list[torch.Tensor] | torch.Tensor, options: Any) -> Work:
+        made, each = rooted(dist.ReduceOptions, options), listed(tensors)
+        return self._carry(each, each, lambda copies: self._inner.reduce(copies, made))
+
+    def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, options: Any) -> Work:
+        made, each = rooted(dist.BroadcastOptions, options), listed(tensors)
+        return self._carry(each, each, lambda copies: self._inner.broadcast(copies, made))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
         every = [[torch.empty_like(tensor, device="cpu") for tensor in output] for output in outputs]
@@ -90,7 +95,8 @@ def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def use_shared_card(transport: str) -> None:
-    """Let each rank count the card as its own; "host" for this transport, "nccl" for NCCL's sockets."""
+    """Let each rank count the card as its own; "host" for this transport, "nccl" for NCCL's sockets, or on the emulated
+    device for what has NCCL's rules."""
     count_as_own()
     if transport == "host":
         SharedCard.register(torch.accelerator.current_accelerator().type)

@@ -32,6 +32,14 @@ def test_no_host_waits_for_the_masks_of_other_families(gpus: Run, family: str) -
         assert steps[-1] == ALLOWED
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_no_host_waits_to_see_that_no_sequences_are_packed(gpus: Run, stages: int) -> None:
+    """transformers reads that of positions which it has counted itself, where there is no mask."""
+    case = Case(stages, "llama", options={"num_microbatches": 2}, dtype=torch.float32)
+    for steps in gpus(stages, waits_of_steps, case, without="attention_mask"):
+        assert steps[-1] == ALLOWED
+
+
 @pytest.mark.parametrize("stages", [2, (2, 1)])
 def test_no_host_waits_where_pipelines_sum_their_losses(gpus: Run, stages: Any) -> None:
     options = {"num_microbatches": 2} if stages == 2 else {"microbatch_size": 1}

@@ -18,6 +18,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <set>
@@ -68,12 +69,27 @@ void unpin(void* pointer) {
   std::free(pointer);
 }
 
+std::atomic<int64_t> held{0}, most_held{0};  // bytes of the device's memory
+
+struct Block {
+  void* memory;
+  int64_t bytes;
+};
+
+void release(void* block) {
+  auto* gone = static_cast<Block*>(block);
+  held -= gone->bytes;
+  std::free(gone->memory);
+  delete gone;
+}
+
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void* memory = make(bytes);
-    return {memory, memory, &std::free, DEVICE};
+    auto* block = new Block{make(bytes), static_cast<int64_t>(bytes)};
+    const int64_t now = held += block->bytes;
+    for (int64_t most = most_held; most < now && !most_held.compare_exchange_weak(most, now);) {}
+    return {block->memory, block, &release, DEVICE};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 } device_memory;
 
@@ -349,5 +365,9 @@ extern "C" void emulated_gpu_start() {
   c10::SetAllocator(GPU, &device_memory);
   at::RegisterPrivateUse1HooksInterface(&hooks);
 }
+
+extern "C" int64_t emulated_gpu_most_held() { return most_held; }
+
+extern "C" void emulated_gpu_forget_most_held() { most_held = held.load(); }
 
 extern "C" void emulated_gpu_report(Report callback) { report = callback; }

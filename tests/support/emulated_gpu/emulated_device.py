@@ -66,7 +66,9 @@ def load() -> torch.device:
     """Make the device known to torch in this process, where the pool has said which library it is."""
     torch.utils.rename_privateuse1_backend("gpu")
     torch.ops.load_library(os.environ[LIBRARY])
-    ctypes.CDLL(os.environ[LIBRARY]).emulated_gpu_start()
+    library = ctypes.CDLL(os.environ[LIBRARY])
+    library.emulated_gpu_start()
+    library.emulated_gpu_most_held.restype = ctypes.c_int64
     generator = torch.Generator()
     torch.ops.emulated_gpu.draw_from(generator)
     module = types.ModuleType("torch.gpu")
@@ -86,6 +88,8 @@ def load() -> torch.device:
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         get_device_properties=lambda device=None: SimpleNamespace(uuid=f"of process {os.getpid()}"),
         synchronize=lambda device=None: None,
+        max_memory_allocated=lambda device=None: library.emulated_gpu_most_held(),
+        reset_peak_memory_stats=lambda device=None: library.emulated_gpu_forget_most_held(),
     )
     torch._register_device_module("gpu", module)
     torch.utils.generate_methods_for_privateuse1_backend()

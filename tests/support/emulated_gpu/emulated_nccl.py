@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from penstock.runtime.comm.groups import UNHANDLED
-from tests.support.emulated_gpu.host_group import HostGroup
+from tests.support.emulated_gpu.host_group import HostGroup, listed, rooted
 
 TYPES = {
     torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -97,8 +97,13 @@ class EmulatedNccl(HostGroup):
         options = options or dist.AllreduceOptions()
         return self._start("allreduce", tensors, lambda memory: self._inner.allreduce(memory, options))
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
-        return self._start("broadcast", tensors, lambda memory: self._inner.broadcast(memory, options))
+    def reduce(self, tensors: list[torch.Tensor] | torch.Tensor, options: Any) -> Work:
+        made = rooted(dist.ReduceOptions, options)
+        return self._start("reduce", listed(tensors), lambda memory: self._inner.reduce(memory, made))
+
+    def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, options: Any) -> Work:
+        made = rooted(dist.BroadcastOptions, options)
+        return self._start("broadcast", listed(tensors), lambda memory: self._inner.broadcast(memory, made))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Work:
         every = [[_memory_of(tensor) for tensor in output] for output in outputs]

@@ -195,8 +195,11 @@ def save_and_load(case: Case, folder: str) -> tuple[dict[str, torch.Tensor], dic
     return tuple({n: p.detach().cpu() for n, p in m.named_parameters()} for m in (model, other))  # type: ignore[return-value]  # two
 
 
-def waits_of_steps(case: Case, num_steps: int = 3, where: str = "cpu", item: bool = False) -> list[dict[str, int]]:
-    """For each step, what the host would have waited for; the last step is one of shapes seen before."""
+def waits_of_steps(
+    case: Case, num_steps: int = 3, where: str = "cpu", item: bool = False, without: str = ""
+) -> list[dict[str, int]]:
+    """For each step, what the host would have waited for; the last step is one of shapes seen before. `without` is an
+    input that is left out."""
     device = use_gpu()
     model = spread(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -206,6 +209,7 @@ def waits_of_steps(case: Case, num_steps: int = 3, where: str = "cpu", item: boo
         )
         block.register_forward_pre_hook(lambda module, arguments: arguments[0].sum().item() and None)
     mine = rows(case.batch(), model.data_parallel_rank, model.data_parallel_size)
+    mine = {name: value for name, value in mine.items() if name != without}
     if where == "gpu":
         mine = on(device, mine)
     found = []

@@ -9,6 +9,20 @@ import torch
 import torch.distributed as dist
 
 
+def rooted(kind: type[Any], options: Any) -> Any:
+    """The options of a collective that has a root; torch's short form of the call gives the root alone."""
+    if not isinstance(options, int):
+        return options
+    made = kind()
+    made.rootRank = options
+    return made
+
+
+def listed(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of a collective; the short form gives one alone."""
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
 class HostGroup(dist.ProcessGroup):
     """A group on gloo, `inner`; a subclass says what is done with the tensors before and after.
 

@@ -86,6 +86,7 @@ class DataFlow(TorchDispatchMode):
         controls: for every time a marked value decided what Python does next, what `position()` returned then, and the
             value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
+        asks_known: the same, or values that depend on nothing, such as positions counted from 0.
         written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
         record: the operations on what depends on the arguments.
     """
@@ -96,7 +97,7 @@ class DataFlow(TorchDispatchMode):
         self.paused = False
         self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
-        self.asks_inputs = False
+        self.asks_inputs = self.asks_known = False
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
         self.record = OperationRecord()
@@ -170,8 +171,9 @@ class DataFlow(TorchDispatchMode):
 
     def note_control(self, sources: Sources) -> None:
         """Note that a value of these sources decides what Python does next."""
-        if sources and all(isinstance(source, ForwardArgument) for source in sources):
-            self.asks_inputs = True
+        if all(isinstance(source, ForwardArgument) for source in sources):
+            self.asks_known = True
+            self.asks_inputs |= bool(sources)
         if any(isinstance(source, (Value, RandomDraw)) for source in sources):
             self.controls.append((self._position(), sources))
 

@@ -113,7 +113,7 @@ def make_plan(
         **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},
     )
     # A set prints in any order, and what the code asks and draws concerns nobody else.
-    left_out = ("written", "asks_inputs", "draws", "batchwise", "digest", "checksum")
+    left_out = ("written", "asks_inputs", "asks_known", "draws", "batchwise", "digest", "checksum")
     parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in left_out]
     told = repr((*parts, sorted(map(str, plan.written))))
     # Names and numbers only: what else units return may print an address of this process.

@@ -79,6 +79,7 @@ class ForwardFacts:
         written: values that the model's code changes in place after a unit returned them: they must not be shared.
         written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
+        asks_known: the same, or for values that depend on nothing, such as positions counted from 0.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
         draws: from what it draws random numbers, by the names in `random_state`.
         batchwise: the operations in it whose backward depends on the whole batch.
@@ -89,6 +90,7 @@ class ForwardFacts:
     written: frozenset[Value]
     written_inputs: tuple[str, ...]
     asks_inputs: bool
+    asks_known: bool
     loss: LossRule | None
     draws: tuple[str, ...]
     batchwise: tuple[str, ...]
@@ -194,6 +196,7 @@ def trace(
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
+        asks_known=flow.asks_known,
         loss=None if loss is None else losses.rule(loss, fielded, again, getattr(criterion, "reduction", None)),
         draws=tuple(sorted(draws)),
         batchwise=tuple(sorted(functions.seen.batchwise)),

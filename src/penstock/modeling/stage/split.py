@@ -284,7 +284,7 @@ class SplitModel:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
             `plan.boundaries[stage]`. One that passes through is the received tensor.
         """
-        if host is inputs or not plan.asks_inputs:
+        if host is inputs or not plan.asks_known:
             host = None
         run: StageRun | None = None  # of an ordinary forward
         if plan.num_stages > 1 or seed is not None or host is not None or plan.head is not None:
