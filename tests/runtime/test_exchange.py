@@ -167,6 +167,9 @@ def test_no_process_unpickles_what_another_sent() -> None:
     assert found == set()
 
 
+CPU = torch.device("cpu")
+
+
 class GivenUp(Exception):
     pass
 
@@ -186,11 +189,11 @@ def sum_that_is_given_up() -> float:
     work = group.allreduce([numbers])
     if dist.get_rank() == 0:
         with pytest.raises(GivenUp):
-            wait_for_all(work, give_up)
+            wait_for_all(work, group, CPU, give_up)
         dist.send(torch.zeros(1), 1)
-    wait_for_all(work, lambda: None)
+    wait_for_all(work, group, CPU, lambda: None)
     with pytest.raises(RuntimeError, match="invalid"):
-        wait_for_all(cast(dist.Work, Broken()), give_up)
+        wait_for_all(cast(dist.Work, Broken()), group, CPU, give_up)
     return float(numbers.sum())
 
 

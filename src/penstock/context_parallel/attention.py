@@ -31,6 +31,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from penstock.context_parallel.positions import make_of_whole
 from penstock.context_parallel.sequence import AttentionWay, Cut, SequencePart
+from penstock.runtime.comm.gloo import wait_for_all, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
 
 # The attention functions of transformers that take any mask, by their names.
@@ -56,7 +57,7 @@ class Exchange:
         """Every rank's part, in order."""
         parts = [torch.empty_like(part) for _ in self._ranks]
         with self._board.guard("gathering keys and values of a sequence's parts", self._ranks):
-            dist.all_gather(parts, part, group=self._alive())
+            self._wait(dist.all_gather(parts, part, group=self._alive(), async_op=True))
         self.num_bytes += part.nbytes * (self.size - 1)
         return parts
 
@@ -64,7 +65,11 @@ class Exchange:
         """The sum over the ranks of what each has for this one."""
         mine = torch.empty_like(parts[0])
         with self._board.guard("summing gradients of a sequence's parts", self._ranks):
-            dist.reduce_scatter(mine, parts, group=self._alive())
+            work = dist.reduce_scatter(mine, parts, group=self._alive(), async_op=True)
+            if mine.device.type == "cpu":  # gloo's never says that it has ended
+                wait_for_transfer(work, mine.nbytes, self._board.check)
+            else:
+                work.wait()
         self.num_bytes += mine.nbytes * (self.size - 1)
         return mine
 
@@ -72,7 +77,7 @@ class Exchange:
         """Along the first dimension: what each rank has for this one, of what each has for all."""
         mine = torch.empty_like(shares)
         with self._board.guard("exchanging heads for tokens of a sequence's parts", self._ranks):
-            dist.all_to_all_single(mine, shares, group=self._alive())
+            self._wait(dist.all_to_all_single(mine, shares, group=self._alive(), async_op=True))
         self.num_bytes += mine.nbytes // self.size * (self.size - 1)
         return mine
 
@@ -80,12 +85,15 @@ class Exchange:
         """The sums over the ranks."""
         total = values.to(self._device, copy=True)
         with self._board.guard("summing over a sequence's parts", self._ranks):
-            dist.all_reduce(total, group=self._alive())
+            self._wait(dist.all_reduce(total, group=self._alive(), async_op=True))
         return total
 
     def clear(self) -> None:
         """Release the group: one that is still referenced keeps its connections, and the ranks waiting on them."""
         self._group = None
+
+    def _wait(self, work: dist.Work) -> None:
+        wait_for_all(work, self._alive(), self._device, self._board.check)
 
     def _alive(self) -> dist.ProcessGroup:
         if self._group is None:

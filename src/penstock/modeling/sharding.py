@@ -101,6 +101,9 @@ class GroupGuard(Protocol):
     def guard(self, doing: str, peers: Sequence[int] = ()) -> AbstractContextManager[None]:
         """Around communication with `peers`."""
 
+    def check(self) -> None:
+        """Raise the job's failure if there is one."""
+
     def on_abort(self, close: Callable[[], None]) -> None:
         """Call `close` when the groups are given up."""
 

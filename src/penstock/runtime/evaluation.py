@@ -28,6 +28,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import carried
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.comm.settings import states_of_stages
 from penstock.runtime.context import RankContext
@@ -171,6 +172,11 @@ def share_output(output: Any, context: RankContext, form: OutputForm | None = No
     group, control, source = context.groups.pipeline, context.groups.pipeline_control, context.output_rank
     if dist.get_world_size(group) == 1:
         return output
+
+    def share(tensor: torch.Tensor) -> None:
+        work = dist.broadcast(carried(tensor), source, group=group, async_op=True)
+        wait_for_all(work, group, tensor.device, context.board.check)
+
     told: Any = None
     if context.rank == source and output is not None:
         fields = pytree.tree_map_only(torch.Tensor, TensorSpec.of, dict(output))
@@ -183,13 +189,13 @@ def share_output(output: Any, context: RankContext, form: OutputForm | None = No
     if context.rank == source:
         for leaf in pytree.tree_leaves(dict(output)):
             if isinstance(leaf, torch.Tensor):
-                dist.broadcast(carried(leaf.detach().contiguous()), source, group=group)
+                share(leaf.detach().contiguous())
         return output
     marked = from_plain(told)
 
     def received(spec: TensorSpec) -> torch.Tensor:
         tensor = spec.empty(context.device)
-        dist.broadcast(carried(tensor), source, group=group)
+        share(tensor)
         return tensor
 
     fields = pytree.tree_map_only(TensorSpec, received, dict(marked), lambda leaf: isinstance(leaf, TensorSpec))

@@ -20,6 +20,7 @@ from penstock.layout.layout import Layout
 from penstock.modeling.instrumentation import known_of, original_class, record_of
 from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.split import SplitModel, refuse_moved
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
@@ -173,5 +174,6 @@ def _share_change(value: torch.Tensor, before: torch.Tensor, context: RankContex
     if count:
         alone = count == 1  # then the value itself, to the last bit
         told = (value.clone() if alone else value - before) if speaker else torch.zeros_like(value)
-        dist.all_reduce(told, group=group)
+        work = dist.all_reduce(told, group=group, async_op=True)
+        wait_for_all(work, group, told.device, context.board.check)
         value.copy_(told if alone else before + told)

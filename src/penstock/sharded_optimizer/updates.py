@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.engine import Engine
@@ -100,10 +101,11 @@ def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
                 alone = len(parameters) == 1 and parameters[0].is_contiguous()
                 flat = parameters[0].detach() if alone else torch.cat([one.reshape(-1) for one in parameters])
                 real = torch.view_as_real(flat) if flat.is_complex() else flat
-                work = context.groups.reduction[ranks].broadcast(real, ranks.index(owner))
-                under_way.append((work, owner, parameters, None if alone else flat))
-            for work, owner, parameters, joined in under_way:
-                work.wait()
+                group = context.groups.reduction[ranks]
+                work = group.broadcast(real, ranks.index(owner))
+                under_way.append((work, group, owner, parameters, None if alone else flat))
+            for work, group, owner, parameters, joined in under_way:
+                wait_for_all(work, group, parameters[0].device, context.board.check)
                 if context.rank == owner or joined is None:
                     torch.autograd.graph.increment_version(parameters)  # also where the optimizer has left one alone
                     continue

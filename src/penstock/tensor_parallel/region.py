@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.modeling.sharding import GroupGuard
+from penstock.runtime.comm.gloo import wait_for_all
 
 
 class Collectives:
@@ -42,7 +43,7 @@ class Collectives:
         """Every rank's tensor, in order."""
         parts = [torch.empty_like(tensor) for _ in self._ranks]
         with self._board.guard("gathering slices of a tensor-parallel layer", self._ranks):
-            dist.all_gather(parts, tensor, group=self._alive())
+            self._wait(dist.all_gather(parts, tensor, group=self._alive(), async_op=True))
         self.num_gathers += 1
         self.num_bytes += tensor.numel() * tensor.element_size() * len(parts)
         return parts
@@ -59,9 +60,12 @@ class Collectives:
 
     def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         with self._board.guard("summing within a tensor-parallel layer", self._ranks):
-            dist.all_reduce(tensor, operation, group=self._alive())
+            self._wait(dist.all_reduce(tensor, operation, group=self._alive(), async_op=True))
         self.num_sums += 1
         self.num_bytes += tensor.numel() * tensor.element_size()
+
+    def _wait(self, work: dist.Work) -> None:
+        wait_for_all(work, self._alive(), self._device, self._board.check)
 
     def _alive(self) -> dist.ProcessGroup:
         if self._group is None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from penstock.api.initialize import initialize
 from penstock.config.configuration import Configuration
 from penstock.model.pipeline_model import PipelineModel
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.engine import Engine
 from penstock.runtime.optimizer import PipelineOptimizer
 
@@ -164,7 +165,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
             groups, board = self.engine.context.groups, self.engine.board
             group = groups.world_control if mine.device.type == "cpu" else groups.world
             with board.guard("gathering what the pipelines have", self.engine.context.everyone):
-                dist.all_gather(by_rank, mine, group=group)
+                work = dist.all_gather(by_rank, mine, group=group, async_op=True)
+                wait_for_all(work, group, mine.device, board.check)
             return torch.cat([by_rank[rank] for rank in self.first_ranks])
 
         return recursively_apply(of_each_pipeline, tensor, error_on_other_type=True)

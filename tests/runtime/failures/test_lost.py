@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool, WorkerDied
@@ -68,3 +73,44 @@ def test_survivors_of_a_killed_rank_name_it_within_ten_seconds(
         assert kind == "PipelineFailure" and blamed == victim, f"{kind}: {text}"
         assert f"rank {victim} was lost" in text, text
         assert when - killed_at < LIMIT, f"a rank took {when - killed_at:.1f} s"
+
+
+def lose_source_of_large_tensors(doing: str, folder: Path) -> tuple[str, str, float, int | None]:
+    """The last rank is killed in the middle of what it sends: outputs of 67 MB, or a weight of 17 MB."""
+    config = GPT2Config(
+        vocab_size=16384, n_embd=256, n_layer=2, n_head=2, n_positions=128, bos_token_id=0, eos_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = parallelize(GPT2LMHeadModel(config), 2, num_microbatches=1)
+    name = {"evaluating": "broadcast", "saving": "isend"}[doing]
+    begin: Callable[..., Any] = getattr(dist, name)
+
+    def begin_and_end(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        work = begin(tensor, *arguments, **options)
+        if tensor.nbytes >= 1 << 24:
+            time.sleep(0.005)  # some of it is under way; whatever is, the other rank hears of the loss
+            end_self(folder / "killed at")
+        return work
+
+    if dist.get_rank() == 1:
+        setattr(dist, name, begin_and_end)
+    try:
+        if doing == "evaluating":
+            with torch.no_grad():
+                model.eval()(torch.zeros(8, 128, dtype=torch.long))
+        else:
+            model.save_parallelized(folder / "model", merge_checkpoints=True)
+        return "nothing", "", time.time(), None
+    except Exception as error:
+        return type(error).__name__, str(error), time.time(), getattr(error, "rank", None)
+
+
+@pytest.mark.parametrize("doing", ["evaluating", "saving"])
+def test_a_rank_lost_in_the_middle_of_a_large_tensor_is_named(pool: Pool, tmp_path: Path, doing: str) -> None:
+    """gloo tells nobody of it."""
+    outcome, end = pool.run(2, lose_source_of_large_tensors, doing, tmp_path, outcomes=True, timeout=30)
+    assert isinstance(end, WorkerDied), end
+    assert not isinstance(outcome, BaseException), outcome
+    kind, text, when, blamed = outcome
+    assert kind == "PipelineFailure" and blamed == 1 and "rank 1 was lost" in text, f"{kind}: {text}"
+    assert when - float((tmp_path / "killed at").read_text()) < LIMIT

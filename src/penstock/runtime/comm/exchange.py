@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 
 from penstock.modeling.stage.outputs import output_of
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.gloo import contact
+from penstock.runtime.comm.gloo import contact, raises_after_a_failure, wait_for_all, wait_for_transfer
 
 T = TypeVar("T")
 
@@ -107,14 +107,20 @@ class Ranks:
         if tensor.numel():
             with self._guard(doing, [self.ranks[peer]]):
                 contact(self._group, peer)
-                dist.send(_bytes(tensor), group=self._group, group_dst=peer)
+                check = raises_after_a_failure()
+                work = dist.isend(_bytes(tensor), group=self._group, group_dst=peer)
+                assert work is not None, "this rank is in the group"
+                wait_for_transfer(work, tensor.nbytes, check)
 
     def receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         """Fill a contiguous CPU tensor with what a rank of the group sends."""
         if tensor.numel():
             with self._guard(doing, [self.ranks[peer]]):
                 contact(self._group, peer)
-                dist.recv(_bytes(tensor), group=self._group, group_src=peer)
+                check = raises_after_a_failure()
+                work = dist.irecv(_bytes(tensor), group=self._group, group_src=peer)
+                assert work is not None, "this rank is in the group"
+                wait_for_transfer(work, tensor.nbytes, check)
 
     @contextlib.contextmanager
     def _guard(self, doing: str, peers: Sequence[int]) -> Iterator[None]:
@@ -160,8 +166,8 @@ class Ranks:
             start, end = places[self.rank]
             every = torch.zeros(places[-1][1], dtype=torch.uint8)
             every[start:end] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            every = every.to(device)
-            dist.all_reduce(every, group=self._group)
+            every, check = every.to(device), raises_after_a_failure()
+            wait_for_all(dist.all_reduce(every, group=self._group, async_op=True), self._group, device, check)
         content = every.cpu().numpy().tobytes()
         return [json.loads(content[start:end]) for start, end in places]
 

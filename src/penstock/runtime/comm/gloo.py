@@ -10,6 +10,7 @@ interpreter goes: ranks say in the store that they are there, and call only thos
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -139,12 +140,7 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
     connected = None if group is None else _lazy.get(group)
     if group is None or connected is None or peer in connected.peers:
         return
-    before = num_failures()
-
-    def check() -> None:
-        if num_failures() != before:
-            raise RuntimeError("Connection closed by peer")
-
+    check = raises_after_a_failure()
     key = f"penstock/contact/{group.group_name}/{min(group.rank(), peer)}/{max(group.rank(), peer)}"
     await_ranks(dist.distributed_c10d._get_default_store(), key, group.rank(), 2, check, None)
     outcome = in_thread(partial(_meet, group, {peer}), "penstock-connecting")
@@ -154,15 +150,43 @@ def contact(group: dist.ProcessGroup | None, peer: int) -> None:
     connected.peers.add(peer)
 
 
-def wait_for_all(work: dist.Work, check: Callable[[], object]) -> None:
-    """Wait for a collective; `check` ends the wait by what it raises. After an `abort` a collective may stay without an
-    end: gloo tells nobody of a send that breaks in its own thread, as a neighbour's connection closes."""
-    while not work.is_completed():
+def raises_after_a_failure() -> Callable[[], None]:
+    """A check for a wait that knows no board: it raises as a transport does, once a job of this process has failed."""
+    before = num_failures()
+
+    def check() -> None:
+        if num_failures() != before:
+            raise RuntimeError("Connection closed by peer")
+
+    return check
+
+
+def wait_for_all(
+    work: dist.Work, group: dist.ProcessGroup | None, device: torch.device, check: Callable[[], object]
+) -> None:
+    """Wait for a collective in `group` of tensors on `device`; `check` ends the wait by what it raises. On an
+    accelerator a stream waits, not this thread.
+
+    After an `abort` a collective of large tensors may stay without an end: gloo tells nobody of a message that breaks
+    in its own thread, as a neighbour's connection closes (broadcasts of 64 MB in 10 of 12 runs, all-to-all in 4 of 10).
+    """
+    while device.type == "cpu" and not work.is_completed():
         with contextlib.suppress(RuntimeError):  # the time is over; an error of the work is raised below
             work.wait(timedelta(seconds=LAST_PAUSE))
         if not work.is_completed():
-            check()
+            try:
+                check()
+            except BaseException:
+                if not work.is_completed():
+                    leave_behind(group)
+                raise
     work.wait()
+
+
+def leave_behind(group: dist.ProcessGroup | None) -> None:
+    """Let a group, None for torch's default one, live as long as the process: its end would wait for a collective that
+    may have none, in whichever thread drops the last reference or collects garbage."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD if group is None else group))
 
 
 def wait_for_transfer(work: Waitable, num_bytes: int, check: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.comm.exchange import Ranks
+from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.settings import MODULUS
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.holders import HeldParameter
@@ -61,7 +62,9 @@ class TiedCopies:
                 own = one.parameter.detach()
                 first = own.clone() if rank == one.ranks[0] else torch.zeros_like(own)
                 real = torch.view_as_real(first) if first.is_complex() else first
-                dist.all_reduce(real, group=groups.reduction[one.ranks])
+                group = groups.reduction[one.ranks]
+                work = dist.all_reduce(real, group=group, async_op=True)
+                wait_for_all(work, group, real.device, self._context.board.check)
                 apart = float((first - own).abs().max()) if own.numel() else 0.0
                 limit = ROUNDINGS * torch.finfo(own.dtype).eps * float(first.abs().max()) if own.numel() else 0.0
                 if apart > limit:

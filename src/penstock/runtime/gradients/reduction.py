@@ -166,7 +166,8 @@ class GradientReducer:
         for bucket in self.buckets:
             start = time.perf_counter()
             with self._summing(bucket), label("wait for the sum of", bucket):
-                bucket.finish(self._context.rank, self._context.board.check)
+                group = self._context.groups.reduction[bucket.ranks]
+                bucket.finish(group, self._context.rank, self._context.board.check)
             waited += time.perf_counter() - start
         self._summed_already.update(self._bucket_of)
         self._to_be_summed.clear()
@@ -286,13 +287,10 @@ class Bucket:
         if on_cpu:
             self.works[0].get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
-    def finish(self, rank: int, check: Callable[[], object]) -> None:
+    def finish(self, group: dist.ProcessGroup, rank: int, check: Callable[[], object]) -> None:
         """Wait for the sum, in which the parameters' gradients are where it is wanted; `check` ends the wait."""
         for work in self.works:
-            if self.parameters[0].device.type == "cpu":
-                wait_for_all(work, check)
-            else:
-                work.wait()
+            wait_for_all(work, group, self.parameters[0].device, check)
         self.works = []
         if rank not in self.keepers:
             self._absent = []
