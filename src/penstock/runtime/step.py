@@ -80,7 +80,7 @@ class TrainingStep:
     ):
         self._context, self._board, self._interrupts = context, context.board, context.interrupts
         self._split, self._boundaries, self._channels = split, boundaries, boundaries.channels
-        self._below, self._above = boundaries.to_previous, boundaries.to_next
+        self._to_previous, self._to_next = boundaries.to_previous, boundaries.to_next
         self._gradients, self._queues, self._reducer = gradients, gradients.queues, gradients.reducer
         self._totals = totals
         self._program = program
@@ -249,7 +249,7 @@ class TrainingStep:
         last = stage == self._program.last
         if not self._begun and (stage or last):
             self._begin()
-        received = self._below[stage].recv_forward(microbatch)
+        received = self._to_previous[stage].recv_forward(microbatch)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
                 output, sent = self._compute(stage, microbatch, received, last)
@@ -258,7 +258,7 @@ class TrainingStep:
         if not self._begun:  # the first stage computes while the ranks meet, unless it needs to know the loss's terms
             self._begin()
         if not last:
-            self._above[stage].send_forward(microbatch, sent)
+            self._to_next[stage].send_forward(microbatch, sent)
         live = self._live[stage, microbatch] = LiveMicrobatch(list(filter(requires_grad, received)))
         if last:
             live.output, live.loss = output, output.loss
@@ -310,7 +310,7 @@ class TrainingStep:
             live.connected = self._boundaries.top.has_all_gradients(microbatch, len(live.sent))
             loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
             output = StageOutput(loss, self._inputs.plans[microbatch].fields)
-        self._below[stage].send_loss(value)
+        self._to_previous[stage].send_loss(value)
         if self._losses and self._seen is None:  # zero_grad() at the loop's first microbatch does no harm
             self._note_gradient()
         self._losses.append(value)
@@ -318,8 +318,8 @@ class TrainingStep:
         return loss
 
     def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """Progress the user's `backward()`: check that it is due, and below the last stage give it the next one's
-        gradients, or run this stage's with them."""
+        """Progress the user's `backward()`: check that it is due, and unless it is of the last stage give it the next
+        one's gradients, or run this stage's with them."""
         if self._backward_called or self._due != microbatch:
             when = "a second time" if self._due == microbatch else f"while microbatch {self._due} is due"
             self._fault = (
@@ -346,7 +346,7 @@ class TrainingStep:
             self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
         autograd_engine.queue_callback(partial(self._backward_ends, microbatch, live))
-        gradients = () if top == self._program.last else self._above[top].recv_backward(microbatch)
+        gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
         self._interrupts.busy = before
         if gradients and not live.connected:
             run_backward(live.sent, gradients)
@@ -354,7 +354,7 @@ class TrainingStep:
         return gradients
 
     def _backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
-        """The user's `backward()` has come to its end. Send what the stage below waits for, before the rest of the
+        """The user's `backward()` has come to its end. Send what the previous stage waits for, before the rest of the
         loop's body."""
         if live.leaves:
             self._send_backward(self._program.top, microbatch, live)
@@ -381,11 +381,11 @@ class TrainingStep:
         return True
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
-        """The backward of a stage below the rank's top one, which no user sees."""
+        """The backward of a stage before the rank's last one, which no user sees."""
         self._seen = None
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
-        run_backward(self._live[stage, microbatch].sent, self._above[stage].recv_backward(microbatch))
+        run_backward(self._live[stage, microbatch].sent, self._to_next[stage].recv_backward(microbatch))
         self._finish_backward(stage, microbatch)
 
     def _enter_backward(self, stage: int, microbatch: int) -> None:
@@ -410,7 +410,7 @@ class TrainingStep:
 
     def _send_backward(self, stage: int, microbatch: int, live: LiveMicrobatch) -> None:
         live.answered = True
-        self._below[stage].send_backward(microbatch, live.leaves)
+        self._to_previous[stage].send_backward(microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         self._seen = None
