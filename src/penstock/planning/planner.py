@@ -103,7 +103,7 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
     devices' speeds.
     """
     cluster, planner = job.cluster, Candidates(job)
-    ways: list[tuple[float, int, list[list[int]], Candidate]] = []
+    ways: list[tuple[float, int, list[Sequence[int]], Candidate]] = []
     for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
         count = min(cluster.size // ranks, job.num_microbatches)
         num_stages = schedule_of(schedule, ranks, 1).num_stages
