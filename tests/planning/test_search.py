@@ -12,7 +12,7 @@ from other_systems import RULES
 from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import HeldBytes, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import Job, place
-from penstock.planning.planner import Infeasible, equal_pipelines, make_plans
+from penstock.planning.planner import Infeasible, equal_pipelines, make_plans, with_equal_pipelines
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.schedule import build
@@ -252,7 +252,7 @@ def test_no_equal_pipelines_are_faster_than_the_plan_of_a_large_job(schedule: st
     """Also where the reduction of gradients takes as long as some microbatches; and no plan is found twice."""
     for bandwidth, num_microbatches in ((3e9, 12), (1e10, 16)):
         job = Job(gpt(), cluster("12", inside=Link(1e-5, bandwidth)), num_microbatches, schedules=(schedule,))
-        equal, plans = equal_pipelines(job, schedule), make_plans(job)
+        plans, equal = with_equal_pipelines(make_plans(job), job)
         assert equal is not None and plans[0].seconds <= equal.seconds
         shown = [sorted((one.schedule.num_microbatches, one.stage_names) for one in plan.pipelines) for plan in plans]
         assert all(shown.count(one) == 1 for one in shown)

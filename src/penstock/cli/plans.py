@@ -180,7 +180,7 @@ def plan(
         from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, parse_devices, parse_nodes
         from penstock.planning.context_parallel import share_sequences
         from penstock.planning.plan import Job
-        from penstock.planning.planner import Infeasible, best_of, equal_pipelines, shares_of
+        from penstock.planning.planner import Infeasible, best_of, shares_of, with_equal_pipelines
         from penstock.planning.profile import Profile
         from penstock.planning.profiling import profile_model
         from penstock.planning.report import plan_data, plans_table
@@ -236,8 +236,8 @@ def plan(
         job = plans[0].job
         if job.checkpointing == "stages":
             job = replace(job, checkpointing=True)
-        bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
-        equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
+        plans, equal = with_equal_pipelines(plans, job)
+        plans = plans[:most]
     print(
         json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal, words)
     )

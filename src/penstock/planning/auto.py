@@ -12,7 +12,7 @@ from penstock.modeling.pipeline_template import PipelineTemplate
 from penstock.planning.cluster import USUAL_INSIDE, Cluster, DeviceClass
 from penstock.planning.context_parallel import share_sequences
 from penstock.planning.plan import Job
-from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans
+from penstock.planning.planner import Infeasible, equal_pipelines, explain, make_plans, with_equal_pipelines
 from penstock.planning.profile import Profile
 from penstock.planning.profiling import profile_model
 
@@ -50,7 +50,7 @@ def auto_pipelines(
         else Profile.read(os.fspath(profile))
     )
     job = _in_parts(_job(found, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
-    plans = make_plans(job, 16)
+    plans, _ = with_equal_pipelines(make_plans(job, 16), job)
     best = next((plan for plan in plans if len(plan.devices) == job.cluster.size), None)
     if best is None:
         raise Infeasible(

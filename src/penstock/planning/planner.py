@@ -20,10 +20,9 @@ class Infeasible(ValueError):
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
-    """The best plans, fastest first: none is slower than the best equal pipelines, and those of a small job are exact.
-    Besides, layouts that are good by formula are looked at under every schedule, by rising bounds; the pipelines of
-    those that may be among the best are simulated alone, and the best of them all together on their nodes, with the
-    reduction of gradients."""
+    """The best plans, fastest first. Those of a small job are exact. Besides, layouts that are good by formula are
+    looked at under every schedule, by rising bounds; the pipelines of those that may be among the best are simulated
+    alone, and the best of them all together on their nodes, with the reduction of gradients."""
     planner = Candidates(job)
     found: dict[object, Plan] = {}  # the fastest of each layout, which may be placed in several ways
     tried = set()
@@ -41,8 +40,6 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     def fastest() -> list[Plan]:
         return sorted(found.values(), key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
 
-    for name in job.schedules:
-        add(equal_pipelines(job, name))
     for candidate in exact_layouts(planner, most):
         realise(candidate)
     # Bounds, and estimates of what is not simulated as a whole yet, the most promising first; the third breaks ties. An
@@ -126,6 +123,17 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
         if plan is not None and (best is None or plan.seconds < best.seconds):
             best = plan
     return best
+
+
+def with_equal_pipelines(plans: Sequence[Plan], job: Job) -> tuple[list[Plan], Plan | None]:
+    """The plans, and the best equal pipelines under their schedules, to compare with; these are among the plans, as the
+    formula of a large job leaves out the reduction of gradients and can miss them."""
+    bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
+    equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
+    if equal is None or any(plan.layout == equal.layout and plan.seconds <= equal.seconds for plan in plans):
+        return list(plans), equal
+    others = [plan for plan in plans if plan.layout != equal.layout]
+    return sorted([*others, equal], key=lambda plan: (plan.seconds, len(plan.devices))), equal
 
 
 def explain(job: Job) -> Infeasible:
