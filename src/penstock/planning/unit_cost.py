@@ -180,7 +180,7 @@ def synchronize(device: torch.device) -> None:
 class _Queue(WeightGradientQueues):
     """Keeps what a backward leaves for its weight gradients, for good."""
 
-    deferring = True
+    takes_weight_gradients = True
 
     def __init__(self) -> None:
         super().__init__()
