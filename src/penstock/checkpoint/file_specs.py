@@ -305,7 +305,7 @@ def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
     """
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
-    kept = (quantizer is None or (quantizer.is_serializable() and not diffusers)) and all(
+    kept = (quantizer is None or (not diffusers and quantizer.is_serializable())) and all(
         packed.is_saved for module in model.modules() if (packed := known_of(module).packed) is not None
     )
     fits = merged is not None and (merged.safe_serialization or not torchao)
