@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,20 @@ def test_generation_gives_the_unsplit_tokens_greedy_and_sampled(pool: Pool, stag
     expected = generation_ranks.run_cases(model, inputs, CASES, seed=5)
     for found in pool.run(2 * stages, generate_in_parts, stages):
         assert all(torch.equal(one, tokens) for one, tokens in zip(found, expected, strict=True))
+
+
+def engine_of_a_dropped_model() -> bool:
+    model: Any = penstock.initialize(llama(), pipeline_parallel_size=1, context_parallel_size=2)
+    gradients_of_step(model)
+    engine = weakref.ref(model.pipeline)
+    del model
+    gc.collect()
+    return engine() is None
+
+
+def test_a_model_that_is_dropped_takes_its_groups_with_it(pool: Pool) -> None:
+    """Each group of gloo has threads, which go with the engine."""
+    assert pool.run(2, engine_of_a_dropped_model) == [True, True]
 
 
 def orders_of_an_unseeded_shuffle(folder: str) -> list[list[int]]:

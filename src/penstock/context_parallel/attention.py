@@ -101,8 +101,8 @@ class Exchange:
         return self._group
 
 
-# By module, what its ranks exchange through.
-_exchanges: weakref.WeakKeyDictionary[nn.Module, Exchange] = weakref.WeakKeyDictionary()
+# By module, what its ranks exchange through; its engine has that, which would keep the module here.
+_exchanges: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Exchange]] = weakref.WeakKeyDictionary()
 # The part whose forward is under way.
 _under_way: list[SequencePart] = []
 
@@ -111,7 +111,7 @@ def connect(model: nn.Module, exchange: Exchange) -> None:
     """From here on the attention of this model's modules, given a part, exchanges through this."""
     _install()
     make_of_whole(model, lambda: _under_way[-1] if _under_way else None)
-    _exchanges.update(dict.fromkeys(model.modules(), exchange))
+    _exchanges.update(dict.fromkeys(model.modules(), weakref.ref(exchange)))
 
 
 @contextmanager
@@ -194,7 +194,8 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """A model's attention function; a part's queries look at the keys and values of all parts."""
-    way, exchange = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
+    way, found = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
+    exchange = None if found is None else found()
     if way is None or (exchange is None and not (query.is_meta and _under_way)):
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     cut = _under_way[-1].cut if exchange is None else Cut(attention_mask.shape[3], exchange.index, exchange.size)
