@@ -187,13 +187,13 @@ def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options)
     [
         *((False, "all_reduce", 2 * number, phase) for number, phase in enumerate(SAVING)),  # lengths, and content
         *((True, "all_reduce", 2 * number, phase) for number, phase in enumerate(LOADING)),
-        (False, "send", 0, "for pytorch_model-000"),
+        (False, "isend", 0, "for pytorch_model-000"),
     ],
 )
 def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
     loads: bool, call: str, number: int, phase: str, pool: Pool, tmp_path: Path
 ) -> None:
-    options = {"merge_checkpoints": True, "max_shard_size": "20KB"} if call == "send" else {}
+    options = {"merge_checkpoints": True, "max_shard_size": "20KB"} if call == "isend" else {}
     results = pool.run(3, lose_a_rank, tmp_path, loads, call, number, timeout=90, outcomes=True, **options)
     assert isinstance(results[DYING], WorkerDied)
     texts = []
@@ -203,7 +203,7 @@ def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
         assert error.rank == DYING and "rank 1 was lost" in str(error)
         assert seconds < 20
         texts.append(str(error))
-    assert any(phase in text and (call == "send" or str(tmp_path) in text) for text in texts), texts
+    assert any(phase in text and (call == "isend" or str(tmp_path) in text) for text in texts), texts
 
 
 def lose_a_rank_of_a_plain_group(directory: Path) -> Exception | None:
