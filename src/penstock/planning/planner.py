@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,40 +25,33 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     looked at under every schedule, by rising bounds; the pipelines of those that may be among the best are simulated
     alone, and the best of them all together on their nodes, with the reduction of gradients."""
     planner = Candidates(job)
-    found: dict[object, Plan] = {}  # the fastest of each layout, which may be placed in several ways
-    tried = set()
+    plans: list[Plan] = []
+    seen = set()
 
-    def add(plan: Plan | None) -> None:
-        if plan is not None and (plan.layout not in found or plan.seconds < found[plan.layout].seconds):
-            found[plan.layout] = plan
-
-    def realise(candidate: Candidate) -> None:
+    def add(candidate: Candidate) -> None:
         key = frozenset(Counter((one.name, one.classes, one.sizes, count) for one, count in candidate).items())
-        if key not in tried:
-            tried.add(key)
-            add(planner.realise(candidate))
-
-    def fastest() -> list[Plan]:
-        return sorted(found.values(), key=lambda plan: (plan.seconds, len(plan.devices)))[:most]
+        plan = None if key in seen else planner.realise(candidate)
+        seen.add(key)
+        if plan is not None:
+            insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
 
     for candidate in exact_layouts(planner, most):
-        realise(candidate)
+        add(candidate)
     # Bounds, and estimates of what is not simulated as a whole yet, the most promising first; the third breaks ties. An
     # estimate is no bound, but the bounds of what is not estimated yet are: the search ends where both are no better.
     queue = [(bound, False, place, candidate) for place, (bound, candidate) in enumerate(planner.under_schedules())]
     while queue:
         seconds, is_estimate, place, candidate = heappop(queue)
-        plans = fastest()
-        if len(plans) == most and seconds >= plans[-1].seconds:
+        if len(plans) >= most and seconds >= plans[most - 1].seconds:
             break
         if is_estimate:
-            realise(candidate)
+            add(candidate)
         else:
             seconds, candidate = planner.estimate(candidate)
             heappush(queue, (seconds, True, -place, candidate))
-    if not found:
+    if not plans:
         raise explain(job)
-    return fastest()
+    return plans[:most]
 
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
