@@ -6,7 +6,8 @@ In double precision, unless asked for otherwise: what differs is no rounding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ from trl.kernels import chunked_logprob
 
 from penstock.trainer.pipeline_trainer import PipelineTrainer, PipelineTrainerMixin
 from tests.support.families import FAMILIES, VOCABULARY
+from tests.support.pool import Pool
 from tests.support.training import kept_in_double
 
 # The family, and the layers that LoRA adapts.
@@ -283,3 +285,22 @@ def differences(
         raise ValueError(f"{folder} has other weights: {sorted(weights[0].keys() ^ weights[1].keys())}")
     largest["weights"] = max(float((value - weights[1][name]).abs().max()) for name, value in weights[0].items())
     return largest
+
+
+def differences_when_resumed(
+    pool: Pool,
+    folder: Path,
+    runs: Callable[[Path, int, bool], dict[str, list[dict[str, float]]]],
+    before: int,
+    after: int,
+) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """For each of some runs and each rank, the differences from the plain run of one that went on from its first
+    checkpoint over `after` stages rather than `before`. `runs`: trains them in a folder, over so many stages or none,
+    from the start or from the last checkpoint there."""
+    plain, split = runs(folder / "plain", 0, False), folder / "split"
+    pool.run(before, runs, split, before, False, init=False, timeout=180)
+    for last in split.glob("*/checkpoint-4"):
+        shutil.rmtree(last)
+    for resumed in pool.run(after, runs, split, after, True, init=False, timeout=180):
+        for name, logs in resumed.items():
+            yield name, differences((logs, split / name), (plain[name], folder / "plain" / name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.support.feedback_runs import learn_all
 from tests.support.pool import Pool
 from tests.support.preference_runs import SIZES
 from tests.support.quantised import write_base
-from tests.support.trainer_runs import differences
+from tests.support.trainer_runs import differences, differences_when_resumed
 
 EXACT = 1e-10
 ALWAYS = {"loss", "grad_norm", "num_tokens", "eval_loss", "eval_num_tokens", "weights"}
@@ -73,15 +72,9 @@ def trained_then_resumed(folder: Path, stages: int, resume: bool) -> dict[str, l
 
 
 def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
-    plain, folder = trained_then_resumed(tmp_path / "plain", 0, False), tmp_path / "split"
-    pool.run(3, trained_then_resumed, folder, 3, False, init=False, timeout=180)
-    for last in folder.glob("*/checkpoint-4"):
-        shutil.rmtree(last)
-    for runs in pool.run(2, trained_then_resumed, folder, 2, True, init=False, timeout=180):
-        for name, logs in runs.items():
-            found = differences((logs, folder / name), (plain[name], tmp_path / "plain" / name))
-            # TRL counts tokens from where its process began.
-            assert not {figure: value for figure, value in found.items() if value > EXACT and figure != "num_tokens"}
+    for _, found in differences_when_resumed(pool, tmp_path, trained_then_resumed, 3, 2):
+        # TRL counts tokens from where its process began.
+        assert not {figure: value for figure, value in found.items() if value > EXACT and figure != "num_tokens"}
 
 
 @pytest.mark.slow
