@@ -83,10 +83,10 @@ class FreeChannels(P2PChannels):
         super().__init__(lambda boundary, kind: dist.group.WORLD, lambda stage: 0, CPU, board)
         self._answers = {Message.HEADER: header, Message.PRESENCE: PRESENT}
 
-    def channel(self, boundary: int, kind: Message, upper: bool) -> P2PChannel:
+    def channel(self, boundary: int, kind: Message, behind: bool) -> P2PChannel:
         if kind in self._answers and (boundary, kind) not in self._channels:
             self._channels[boundary, kind] = ScriptedChannel(self, boundary, kind, self._answers[kind])
-        return super().channel(boundary, kind, upper)
+        return super().channel(boundary, kind, behind)
 
 
 def with_executor(arguments: dict[str, Any]) -> Step:
@@ -104,12 +104,14 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
     boundaries = Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU)
     gradients, totals = Gradients([HeldParameter("weight", stage.weight, (rank,))], context), Totals(context)
-    states = [()] * schedule.num_stages
+    stage_states = [()] * schedule.num_stages
     program = Program.of(schedule, rank, far_ahead=True)
 
     def step() -> Figures:
         stage.weight.grad = None
-        for output in TrainingStep(context, stage, boundaries, gradients, totals, program, inputs).run(lambda: states):
+        for output in TrainingStep(context, stage, boundaries, gradients, totals, program, inputs).run(
+            lambda: stage_states
+        ):
             output.loss.backward()
         return {}
 

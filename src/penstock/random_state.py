@@ -139,7 +139,7 @@ _MT19937_BYTES = 4 * (624 + 1)
 def _of_numpys_global() -> RandomSource:
     """NumPy copies the words of a state one by one, in 0.1 ms, so they are compared in memory. Beside them it keeps a
     normal number, as it draws two at once. To keep one, new words are drawn: while none is kept and the words are the
-    same, there is nothing more to read."""
+    same, there is nothing more to read (but for a `set_state` that sets this number alone, which draws nothing)."""
     source = _of_numpy(np.random)
     words, kept = b"", (True, 0.0)
 

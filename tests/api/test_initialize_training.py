@@ -150,7 +150,7 @@ def train_frozen(stages: int, plan: Sequence[str], schedule: str) -> list[Step]:
 
 @pytest.mark.parametrize(("ranks", "stages", "schedule"), [(3, 3, "1f1b"), (2, 2, "zb-v"), (4, 2, "zb-h1")])
 def test_frozen_parameters_may_change_at_every_step(pool: Pool, ranks: int, stages: int, schedule: str) -> None:
-    """Parts of a stage, whole stages below or above the trained ones, with equal shapes at every cut."""
+    """Parts of a stage, whole stages before or after the trained ones, with equal shapes at every boundary."""
     plan = ["not the embeddings", "not the first half", "all", "the last normalisation only", "the first layer only"]
     found = pool.run(ranks, train_frozen, stages, plan, schedule)
     model = gpt2()

@@ -73,14 +73,20 @@ def test_save_pretrained_and_num_parameters_are_of_the_whole_model(
         assert ("holds transformer.wte, " in printed) == (stage == 0) and "(lm_head)" in printed
 
 
+class User:
+    def loss(self, outputs: Any, inputs: Any) -> Any:
+        return outputs.loss
+
+
 def initialize_again() -> list[str]:
     """What is refused of second calls, on a worker."""
-    inputs, loss = batch("causal", 2), lambda outputs, given: outputs.loss
-    first: dict[str, Any] = {"pipeline_parallel_size": 1, "criterion": loss, "example_inputs": inputs}
+    inputs, user = batch("causal", 2), User()
+    first: dict[str, Any] = {"pipeline_parallel_size": 1, "criterion": user.loss, "example_inputs": inputs}
     model = penstock.initialize(FAMILIES["gpt2"].build(), **first)
+    first["criterion"] = user.loss  # the same method
     for again in (first, {"pipeline_parallel_size": 1}, {**first, "example_inputs": batch("causal", 2, seed=1)}):
         assert penstock.initialize(model, **again) is model
-    others = {"num_microbatches": 2}, {"criterion": lambda *_: loss(*_)}, {"example_inputs": batch("causal", 3)}
+    others = {"num_microbatches": 2}, {"criterion": User().loss}, {"example_inputs": batch("causal", 3)}
     refused = []
     for other in others:
         with pytest.raises(ValueError) as error:

@@ -123,6 +123,7 @@ REFUSED = {
     "a criterion that sums": "over sum of the batch",
     "a criterion that shifts": "takes shift_labels",
     "labels that two means ignore": "ignores -100 in one mean and 2 in another",
+    "inputs as labels": "which the loss counts as labels",
     "an input without tokens": "cannot cut the input",
     "two tokens": "cannot share out sequences of 2 tokens",
     "attentions that are asked for": "leave out output_attentions",
@@ -147,6 +148,11 @@ def train_refused(case: str) -> None:
             inputs["targets"] = inputs.pop("labels")
             options["criterion"] = lambda output, given: (
                 _over_targets(output, given, -100) + _over_targets(output, given)
+            )
+        case "inputs as labels":
+            inputs = {"input_ids": inputs["input_ids"]}
+            options["criterion"] = lambda output, given: torch.nn.functional.cross_entropy(
+                output.logits.flatten(0, 1), given["input_ids"].flatten()
             )
         case "attentions that are asked for":
             inputs["output_attentions"] = True

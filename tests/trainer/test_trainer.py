@@ -330,14 +330,14 @@ def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("name", ["RLOOTrainer", "DistillationTrainer"])
-def test_trainers_that_run_the_model_themselves_are_refused_with_what_to_do(name: str) -> None:
+def test_trainers_without_an_adapter_are_refused_with_what_to_do(name: str) -> None:
     kind = type("Own", (PipelineTrainerMixin, getattr(trl, name)), {})
     with pytest.raises(ValueError, match=rf"{name}\.compute_loss .*loop of your own.*docs/your_own_loss\.md"):
         kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize("base", [trl.DPOTrainer, trl.GRPOTrainer, trl.SFTTrainer], ids=lambda base: base.__name__)
-@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
+@pytest.mark.parametrize("method", ["compute_loss", "_compute_loss", "get_batch_loss_metrics"])
 def test_another_loss_in_a_class_derived_from_trls_is_refused_by_name(base: Any, method: str) -> None:
     """The adapter knows of which means TRL's loss is made: another one, as GMPO's, would be scaled wrongly."""
     changed = type("Changed", (base,), {method: lambda *_: None})

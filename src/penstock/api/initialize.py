@@ -107,7 +107,7 @@ def _refuse_changes(
     record, changed = record_of(model), ""
     if configuration != model.configuration:
         changed = "configuration"
-    elif criterion is not None and criterion is not record.criterion:
+    elif criterion is not None and criterion != record.criterion:  # a method is made anew each time
         changed = "criterion (model(..., criterion=...) takes one for a call)"
     elif forms_of(inputs_by_name(model, example_inputs)) not in ({}, forms_of(record.example_inputs)):
         changed = "example_inputs"

@@ -186,7 +186,7 @@ class Save:
         try:
             yield path, tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)
         except (CheckpointError, KeyboardInterrupt):
-            self._discard(path)  # after the exchange nobody writes any more
+            self._discard(path)  # all ranks raise this, so none writes any more
             raise
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:

@@ -248,6 +248,7 @@ def _load_newest(
             copy_weights, manifest = checked_weights(model, path, world)
             apply, found = checked_training_state(model, path, state, world, manifest=manifest)
         except CheckpointMismatch:  # whole: to load an older one would lose steps
+            _log_damaged(damaged, world)
             raise
         except CheckpointError as error:
             damaged[path] = str(error)
@@ -255,14 +256,18 @@ def _load_newest(
         with undone_if_it_fails(state):
             world.together(f"restoring the training state to load {path}", apply)
             world.together(f"copying the weights to load {path}", copy_weights)
-        for other, reason in damaged.items() if world.rank == 0 else ():
-            logger.warning("passed over the checkpoint %s: %s", other, reason)
+        _log_damaged(damaged, world)
         run.restore_progress(found)
         return Checkpoint(path, found.step, found.extra, damaged)
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be loaded: {reasons}")
     return None
+
+
+def _log_damaged(damaged: Mapping[str, str], world: CheckpointRanks) -> None:
+    for path, reason in damaged.items() if world.rank == 0 else ():
+        logger.warning("passed over the checkpoint %s: %s", path, reason)
 
 
 # -- who takes part ----------------------------------------------------------------------------------------------------

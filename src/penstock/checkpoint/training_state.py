@@ -217,7 +217,7 @@ class _Loading:
         if optimizer is not None:
             saved = {name for group in common.members for name in group}
             if lost := sorted(saved.difference(*held)):
-                raise CheckpointError(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
+                raise CheckpointMismatch(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
             tensors = ((key, self._reader.read(key, sharding)) for key, sharding in self._tensors.items())
             whole = OptimizerState(common.groups or [], common.members, common.values)
             restore_optimizer(model, optimizer, whole, tensors, common.optimizer or "another optimizer")

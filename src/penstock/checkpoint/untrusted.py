@@ -34,7 +34,8 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is whole as far as was looked, but does not fit the model or what else is to be loaded."""
+    """What is to be saved or loaded does not fit: the model, the optimizer or another object. A checkpoint is whole as
+    far as was looked."""
 
 
 def describe(error: BaseException) -> str:

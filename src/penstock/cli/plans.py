@@ -233,10 +233,7 @@ def plan(
                 if checkpointing == "none" and best_of([replace(job, checkpointing=True)], 1):
                     raise ValueError(f"{error}. It fits with --checkpointing all") from error
             raise
-        job = plans[0].job
-        if job.checkpointing == "stages":
-            job = replace(job, checkpointing=True)
-        plans, equal = with_equal_pipelines(plans, job)
+        plans, equal = with_equal_pipelines(plans, plans[0].job)
         plans = plans[:most]
     print(
         json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal, words)

@@ -152,6 +152,12 @@ def cut_inputs(
                 f"context_parallel_size needs one label that counts for nothing, but of {term.input} the loss ignores "
                 f"{fillings[term.input]} in one mean and {ignored} in another"
             )
+    for name in ("input_ids", "inputs_embeds"):
+        if name in fillings and cut.padded != length:
+            raise NotImplementedError(
+                f"context_parallel_size {size} cannot fill up {name} of {length} tokens, which the loss counts as "
+                f"labels: give labels as an input of their own, or sequences whose length {2 * size} divides"
+            )
     shifts = any(term.input == "labels" and term.start == 1 for term in compared)
     given = inputs.get("position_ids")
     found: dict[str, Any] = {}

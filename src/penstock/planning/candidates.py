@@ -129,7 +129,7 @@ class Candidates:
         ranks = []
         for rank in range(len(classes)):
             own = schedule.stages_of(rank)
-            # Without a split backward the gradients of the last microbatch still pass the stages below.
+            # Without a split backward the gradients of the last microbatch still pass the earlier stages.
             entry = sum(forward for forward, _, _ in triples[: own[0]]) if splits else sum(seconds[: own[0]])
             work = sum(seconds[stage] for stage in reversed(own))
             ranks.append((entry, work, min(gradients[stage] for stage in own) if splits else gradients[0]))

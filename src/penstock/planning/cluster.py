@@ -186,10 +186,11 @@ def parse_devices(
     unknown = [name for name in counts if name not in speeds]
     unlimited = [name for name in unknown if name not in {"device", *limits}]
     if unknown and (len(counts) > 1 or unlimited):
-        close = get_close_matches(unknown[0], KNOWN_DEVICES, n=3)
-        near = f"nearest are {', '.join(close)}" if close else f"known are {', '.join(KNOWN_DEVICES)}"
         if unknown[0] in known:
             near = f"the profile was measured on {measured_on}, whose data sheet is not known"
+        else:
+            close = get_close_matches(unknown[0], KNOWN_DEVICES, n=3)
+            near = f"nearest are {', '.join(close)}" if close else f"known are {', '.join(KNOWN_DEVICES)}"
         said = f"how fast is {unknown[0]}" if len(counts) > 1 else f"no known device is called {unknown[0]}"
         lacking = [_options("--speed", own_speeds, unknown, "0.5")] if len(counts) > 1 else []
         lacking += [_options("--memory", memories, unlimited, "24GB")] if unlimited else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -112,21 +111,6 @@ class Plan:
     @property
     def devices(self) -> tuple[int, ...]:
         return tuple(device for pipeline in self.pipelines for device in pipeline.devices)
-
-    @cached_property
-    def layout(self) -> frozenset[tuple[object, int]]:
-        """What its pipelines are, and how many of each, wherever they are placed."""
-        return frozenset(
-            Counter(
-                (
-                    pipeline.schedule.name,
-                    tuple(self.job.cluster.class_of_device[device] for device in pipeline.devices),
-                    tuple(map(len, pipeline.stages)),
-                    pipeline.schedule.num_microbatches,
-                )
-                for pipeline in self.pipelines
-            ).items()
-        )
 
     @property
     def bubble(self) -> float:

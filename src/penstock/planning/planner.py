@@ -122,12 +122,27 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
 def with_equal_pipelines(plans: Sequence[Plan], job: Job) -> tuple[list[Plan], Plan | None]:
     """The plans, and the best equal pipelines under their schedules, to compare with; these are among the plans, as the
     formula of a large job leaves out the reduction of gradients and can miss them."""
-    bests = [equal_pipelines(job, name) for name in dict.fromkeys(plan.schedule_names for plan in plans)]
+    used = {plan.schedule_names for plan in plans}  # single ranks have no other than the plain one
+    names = [name for name in job.schedules if name in used] or job.schedules[:1]
+    bests = [equal_pipelines(job, name) for name in names]
     equal = min((best for best in bests if best is not None), key=lambda best: best.seconds, default=None)
-    if equal is None or any(plan.layout == equal.layout and plan.seconds <= equal.seconds for plan in plans):
+    if equal is None or any(_layout_of(plan) == _layout_of(equal) and plan.seconds <= equal.seconds for plan in plans):
         return list(plans), equal
-    others = [plan for plan in plans if plan.layout != equal.layout]
+    others = [plan for plan in plans if _layout_of(plan) != _layout_of(equal)]
     return sorted([*others, equal], key=lambda plan: (plan.seconds, len(plan.devices))), equal
+
+
+def _layout_of(plan: Plan) -> Counter[tuple[object, ...]]:
+    """What its pipelines are, and how many of each, wherever they are placed."""
+    return Counter(
+        (
+            pipeline.schedule.name,
+            tuple(plan.job.cluster.class_of_device[device] for device in pipeline.devices),
+            tuple(map(len, pipeline.stages)),
+            pipeline.schedule.num_microbatches,
+        )
+        for pipeline in plan.pipelines
+    )
 
 
 def explain(job: Job) -> Infeasible:

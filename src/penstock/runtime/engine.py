@@ -339,9 +339,9 @@ class Engine:
         among: Among = Among.ALL,
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
-        """Around what ranks do together: it begins on all of them or on none, and no signal tears it. Gives what the
-        ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of `ALIKE` found them alike.
-        `batch` tells of this rank's batch."""
+        """Around what the ranks of `among` do together: it begins on all of them or on none, and no signal tears it.
+        Gives what the ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of `ALIKE`
+        found them alike. `batch` tells of this rank's batch."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:

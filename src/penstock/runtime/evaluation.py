@@ -87,7 +87,7 @@ def _evaluation(
     if everyone:
         refuse_without_loss(engine.split.model, prepared)
     sequences = engine.parts.sequences if in_parts else None
-    among = Among.ALL if everyone else Among.BATCH  # pipelines that share sequences evaluate together
+    among = Among.ALL if everyone else Among.BATCH  # this pipeline, with those that share its sequences
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
         with (

@@ -24,7 +24,8 @@ from penstock.runtime.gradients.weight_gradients import direct_apply
 autograd_engine = torch.autograd.Variable._execution_engine
 # For `filter`, which with this makes no call of Python.
 requires_grad = attrgetter("requires_grad")
-# Called when a loss's backward begins, with the incoming gradient; gives those of the outputs that a proxy leads to.
+# Called when a loss's backward begins, with the incoming gradient. Gives the gradients of the outputs to which the
+# proxy leads, if it leads to any.
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor | None]]
 
 

@@ -206,6 +206,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
+        ScheduleError: what a registered maker gives cannot run, or has another number of stages per rank.
     """
     row = named_schedule(name)
     if num_ranks < 1:
@@ -261,7 +262,9 @@ def _equal_share(made: Schedule) -> int:
     """Stages that each rank holds, which must be as many for all."""
     per_rank, more = divmod(made.num_stages, made.num_ranks)
     if more or any(len(made.stages_of(rank)) != per_rank for rank in range(made.num_ranks)):
-        raise ScheduleError(f"schedule {made.name!r} must put as many stages on each rank: {made.stage_to_rank}")
+        raise ScheduleError(
+            f"schedule {made.name!r} must put the same number of stages on each rank: {made.stage_to_rank}"
+        )
     return per_rank
 
 

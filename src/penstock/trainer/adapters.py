@@ -21,7 +21,7 @@ from penstock.trainer.users_loss import UsersLoss
 ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO, ORPO, CPO)
 
 # The methods in which TRL's trainers compute a loss: an adapter knows of which means it is made there.
-LOSS_METHODS = ("compute_loss", "_compute_loss")
+LOSS_METHODS = ("compute_loss", "_compute_loss", "get_batch_loss_metrics")
 # Why another trainer of TRL is refused, and what to do instead.
 NO_ADAPTER = (
     "there is no adapter that says of which means its loss is made, and what it generates or computes before that. "

@@ -216,9 +216,10 @@ class OwnLoss(TrainerAdapter):
         )
         return view
 
-    def answer_without_ranks(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+    def answer_without_ranks(self, call: str, *args: Any, **kwargs: Any) -> Any:
         """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
         gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
+        tensors = next(iter((*args, *kwargs.values())), None)
         if call == "pad_across_processes":
             return tensors
         return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)

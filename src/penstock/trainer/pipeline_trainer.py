@@ -359,7 +359,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             logger.warning("%s has no optimizer state: training goes on with a new optimizer", checkpoint)
             return
         load_optimizer_state(self.optimizer, self.pipelines.engine, checkpoint)
-        self.pipelines.note_random_state()
+        self.pipelines.note_random_state(checkpoint)
         path = os.path.join(checkpoint, SCHEDULER_FILE)
         restore_object(self.lr_scheduler, load_data(path), f"the scheduler's state in {path}")
 

@@ -111,8 +111,9 @@ class Pipelines(ABC):
         """Save the states of the random generators."""
 
     @abstractmethod
-    def note_random_state(self) -> None:
-        """Keep the states that the random generators have when the optimizer's state is loaded, which sets them."""
+    def note_random_state(self, folder: str) -> None:
+        """Keep the states that the random generators have when the optimizer's state in `folder` is loaded, which sets
+        them."""
 
     @abstractmethod
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
@@ -124,7 +125,7 @@ class EqualPipelines(Pipelines):
 
     def __init__(self, trainer: Trainer, parallelism: ConfigLike | None) -> None:
         super().__init__(trainer)
-        self._random_state: dict[str, Any] | None = None
+        self._random_states: dict[str, dict[str, Any]] = {}  # by the folder of a checkpoint
         self._parallelism = None if parallelism is None else Configuration.from_any(parallelism)
         if self._parallelism is not None and not self._parallelism.enable:
             raise ValueError("parallelism with enable=False is no parallelism: use the Trainer itself")
@@ -201,14 +202,14 @@ class EqualPipelines(Pipelines):
     def save_random_state(self, own: Callable[[], None]) -> None:
         own()
 
-    def note_random_state(self) -> None:
-        self._random_state = capture_random_state()
+    def note_random_state(self, folder: str) -> None:
+        self._random_states = {folder: capture_random_state()}
 
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
-        """Each rank's own generators if the number of ranks is the saved one; else those of its pipeline's first rank,
-        as `load_optimizer_state` has set them. The data loader has drawn from them since."""
+        """Set those that `load_optimizer_state` has chosen for this rank; the data loader has drawn from them since. In
+        a folder without an optimizer's state each rank has its own, if there are as many ranks."""
         saved = [name for name in os.listdir(folder) if name.startswith("rng_state")]
-        if len(saved) == self.trainer.args.world_size:
+        if folder in self._random_states:
+            restore_random_state(self._random_states[folder])
+        elif len(saved) == self.trainer.args.world_size:
             own()
-        elif self._random_state is not None:
-            restore_random_state(self._random_state)

@@ -350,7 +350,7 @@ class PluginPipelines(Pipelines):
     def save_random_state(self, own: Callable[[], None]) -> None:
         """Do nothing: the optimizer's files hold the states."""
 
-    def note_random_state(self) -> None:
+    def note_random_state(self, folder: str) -> None:
         """Do nothing: its loader does not draw from them."""
 
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:

@@ -74,7 +74,7 @@ class UsersLoss(OwnLoss):
         view.log = self._refuse_log
         return view
 
-    def answer_without_ranks(self, call: str, tensors: Any = None, *_: Any, **__: Any) -> Any:
+    def answer_without_ranks(self, call: str, *args: Any, **kwargs: Any) -> Any:
         raise self._refusal(f"it calls accelerator.{call}, but runs on the last stage only")
 
     def _refuse_log(self, *_: Any, **__: Any) -> None:

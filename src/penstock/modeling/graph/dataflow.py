@@ -86,7 +86,8 @@ class DataFlow(TorchDispatchMode):
         controls: for every time a marked value decided what Python does next, what `position()` returned then, and the
             value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
-        asks_known: the same, or values that depend on nothing, such as positions counted from 0.
+        asks_known: whether it asks for values of the inputs alone, or for values that depend on nothing, such as
+            positions counted from 0.
         written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
         record: the operations on what depends on the arguments.
     """

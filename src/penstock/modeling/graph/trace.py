@@ -79,7 +79,8 @@ class ForwardFacts:
         written: values that the model's code changes in place after a unit returned them: they must not be shared.
         written_inputs: arguments that the model's code changes in place: every stage needs its own copy of them.
         asks_inputs: whether the code between units asks for values of the inputs alone, to decide what to do.
-        asks_known: the same, or for values that depend on nothing, such as positions counted from 0.
+        asks_known: whether it asks for values of the inputs alone, or for values that depend on nothing, such as
+            positions counted from 0.
         loss: how the loss of a batch follows from its microbatches', None without a loss.
         draws: from what it draws random numbers, by the names in `random_state`.
         batchwise: the operations in it whose backward depends on the whole batch.

@@ -168,7 +168,7 @@ def wait_for_all(
     accelerator a stream waits, not this thread.
 
     After an `abort` a collective of large tensors may stay without an end: gloo tells nobody of a message that breaks
-    in its own thread, as a neighbour's connection closes (broadcasts of 64 MB in 10 of 12 runs, all-to-all in 4 of 10).
+    in its own thread, as a neighbour's connection closes.
     """
     while device.type == "cpu" and not work.is_completed():
         with contextlib.suppress(RuntimeError):  # the time is over; an error of the work is raised below
@@ -184,8 +184,8 @@ def wait_for_all(
 
 
 def leave_behind(group: dist.ProcessGroup | None) -> None:
-    """Let a group, None for torch's default one, live as long as the process: its end would wait for a collective that
-    may have none, in whichever thread drops the last reference or collects garbage."""
+    """Keep a group, None for torch's default one, until the process ends. To destroy it would wait for its collective,
+    which may never end, and any thread may be the one that destroys it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD if group is None else group))
 
 

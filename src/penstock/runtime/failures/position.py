@@ -20,8 +20,12 @@ CALLS_KEPT = 64
 WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.file_specs")
 # Looked through: what others call in order to wait.
 TRANSPARENT_PACKAGES = (
-    *("torch.distributed", "torch._compile"),
-    *("threading", "concurrent.futures", "contextlib", "functools"),
+    "torch.distributed",
+    "torch._compile",
+    "threading",
+    "concurrent.futures",
+    "contextlib",
+    "functools",
 )
 
 

@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from penstock.data.microbatch import batch_size_of
 from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.own_loss import OwnLoss, Term
+from penstock.trainer.trl.fused_head import IGNORED
 from penstock.trainer.trl.pairs import join_pairs
 
 
@@ -47,7 +48,7 @@ class CPO(OwnLoss):
 
     def chosen_tokens(self, batch: Mapping[str, Any]) -> int:
         """The number of tokens in the mean of the chosen completions' log-probabilities."""
-        return int((batch["chosen_labels"][:, 1:] != -100).sum())
+        return int((batch["chosen_labels"][:, 1:] != IGNORED).sum())
 
     def _without_likelihood(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         found = self.trainer.concatenated_forward(model, batch)

@@ -11,10 +11,10 @@ from transformers import Trainer, TrainingArguments
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trl.fused_head import IGNORED
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
 PART = 1 << 24
-IGNORED = -100
 
 
 class SFT(TrainerAdapter):
