@@ -93,9 +93,9 @@ layouts. T5 is trained by Seq2SeqTrainer with `predict_with_generate`. The Train
 single precision; here it adds them up in double, with and without pipelines. TRL's SFTTrainer divides its counts of
 tokens in single precision: its rows in float64 are held to 1e-8. The optimizer is AdamW; that of discopop is SGD, as
 with AdamW the plain trainer's own figures in float32 were 5e-5 apart for another size of microbatches.
-One figure is beyond its target: the norm of discopop's gradients in float32, 1.2e-5 apart relative to itself. The plain
-trainer's own norm in float32 is 1.8e-5 from that in float64, and 3.5e-5 from its own with batches of 4 rather than 2
-times 2. Rows of a page may be of several runs of one day (`--only`).
+The norm of discopop's gradients in float32 depends on the order of sums: on 2026-11-27 the plain trainer's own was
+1.8e-5 from that in float64, and 3.5e-5 from its own with batches of 4 rather than 2 times 2. Rows of a page may be of
+several runs of one day (`--only`).
 
 The last column is of single precision, where another order of the same sums is enough for other weights: Adam divides
 small gradients by their own size."""
@@ -179,7 +179,10 @@ def write(config: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
                 largest[name] = max(largest[name], *apart)
         table.add(row, cells, **figures)
     said = " and ".join(f"{value:.1e} in {name} (target: {TARGETS[name]:g})" for name, value in largest.items())
-    table.write(NOTE, how=f"losses and figures, but for SFTTrainer's counts, differ by at most {said}")
+    table.write(
+        f"{NOTE}\n\nBeyond their targets: {', '.join(beyond) or 'none'}.",
+        how=f"losses and figures, but for SFTTrainer's counts, differ by at most {said}",
+    )
     return beyond
 
 

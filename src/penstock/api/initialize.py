@@ -40,7 +40,7 @@ from penstock.runtime.formation import forming, forms_of
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, resolve_auto
 from penstock.schedule.text import own_or_named, summary_of, written_schedule
-from penstock.sharded_optimizer.updates import owner_choice
+from penstock.sharded_optimizer.updates import owner_choice_for
 from penstock.simulation.simulate import predicted_steps
 from penstock.tensor_parallel.apply import TensorParallel
 
@@ -177,7 +177,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         trace_steps=configuration.trace_steps,
         timeout=configuration.time_limit,
         patience=configuration.patience,
-        owner_choice=owner_choice(int(configuration.sharded_optimizer)),
+        owner_choice=owner_choice_for(int(configuration.sharded_optimizer)),
     )
     most = _usual_number(configuration)
     in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)

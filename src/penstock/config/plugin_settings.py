@@ -15,7 +15,7 @@ from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.board import PATIENCE_SECONDS
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO
-from penstock.sharded_optimizer.updates import owner_choice
+from penstock.sharded_optimizer.updates import owner_choice_for
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What all ranks must have been given alike, by name. With elastic= also `schedule`, see `facts`.
@@ -83,7 +83,7 @@ class PluginSettings:
             timeout=self.time_limit or usual,
             patience=float(self.patience),
             autocast=PRECISIONS[self.precision],
-            owner_choice=owner_choice(int(self.sharded_optimizer)),
+            owner_choice=owner_choice_for(int(self.sharded_optimizer)),
         )
 
     def facts(self) -> dict[str, Any]:

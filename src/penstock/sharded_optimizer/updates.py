@@ -27,7 +27,7 @@ SENT_ALONE = 2**18
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def owner_choice(copies: int) -> OwnerChoice | None:
+def owner_choice_for(copies: int) -> OwnerChoice | None:
     """What an engine is given so that so many holders of each parameter update it; None for 0: all do."""
     if not copies:
         return None

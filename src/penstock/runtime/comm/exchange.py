@@ -104,21 +104,17 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         """Send a contiguous CPU tensor to a rank of the group. May block until the other side receives."""
-        if tensor.numel():
-            with self._guard(doing, [self.ranks[peer]]):
-                contact(self._group, peer)
-                check = raises_after_a_failure()
-                work = dist.isend(_bytes(tensor), group=self._group, group_dst=peer)
-                assert work is not None, "this rank is in the group"
-                wait_for_transfer(work, tensor.nbytes, check)
+        self._transfer(tensor, peer, doing, lambda: dist.isend(_bytes(tensor), group=self._group, group_dst=peer))
 
     def receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         """Fill a contiguous CPU tensor with what a rank of the group sends."""
+        self._transfer(tensor, peer, doing, lambda: dist.irecv(_bytes(tensor), group=self._group, group_src=peer))
+
+    def _transfer(self, tensor: torch.Tensor, peer: int, doing: str, begin: Callable[[], dist.Work | None]) -> None:
         if tensor.numel():
             with self._guard(doing, [self.ranks[peer]]):
                 contact(self._group, peer)
-                check = raises_after_a_failure()
-                work = dist.irecv(_bytes(tensor), group=self._group, group_src=peer)
+                check, work = raises_after_a_failure(), begin()
                 assert work is not None, "this rank is in the group"
                 wait_for_transfer(work, tensor.nbytes, check)
 
