@@ -207,7 +207,7 @@ def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> 
             lambda p, m: one_at_a_time(3, m),
             "asked for 2 ranks and 4 microbatches, but its maker gave one for 3",
         ),
-        ("uneven", lambda p, m: parse_schedule(UNEVEN), "'uneven' must put as many stages on each rank"),
+        ("uneven", lambda p, m: parse_schedule(UNEVEN), "'uneven' must put the same number of stages on each rank"),
     ):
         before = schedule_names()
         with pytest.raises(ValueError, match=words):
