@@ -206,9 +206,8 @@ class EqualPipelines(Pipelines):
         self._random_states = {folder: capture_random_state()}
 
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
-        """Call the Trainer's `own`, then set those that `load_optimizer_state` has chosen for this rank: the data loader
-        has drawn from them since. In a folder without an optimizer's state each rank has its own, if there are as many
-        ranks."""
+        """Call the Trainer's `own`, then set those that `load_optimizer_state` has chosen for this rank: the loader has
+        drawn from them since. In a folder without an optimizer's state each rank has its own, if there are as many."""
         saved = [name for name in os.listdir(folder) if name.startswith("rng_state")]
         if folder in self._random_states or len(saved) == self.trainer.args.world_size:
             own()
