@@ -245,7 +245,8 @@ def torch_pipeline(arguments: dict[str, Any]) -> Step:
 
 def by_hand(arguments: dict[str, Any]) -> Step:
     """1F1B of bare blocks on two ranks in the fewest calls: every receive posted ahead, no send waited for until the
-    end, no losses passed on. What messages and blocks take without any machinery."""
+    end. What messages and blocks take without any machinery. `losses`: whether the first rank gets each microbatch's
+    loss, too, as Penstock gives it to the loop there."""
     dist.init_process_group("gloo")
     down, up = dist.new_group([0, 1]), dist.new_group([0, 1])
     is_last = dist.get_rank() == 1
@@ -253,10 +254,14 @@ def by_hand(arguments: dict[str, Any]) -> Step:
     config = SleepConfig(1, arguments["forward"], arguments["backward"], arguments["weight"])
     block, count = SleepingBlock(config), arguments["num_microbatches"]
     data = torch.zeros(count, 4, WIDTH).split(1)
+    passes_losses = arguments.get("losses", False)
 
     def step() -> Figures:
         buffers = [torch.empty(1, 4, WIDTH) for _ in data]
         receives = [takes.recv([buffer], peer, tag) for tag, buffer in enumerate(buffers)]
+        losses = [torch.empty(()) for _ in data] if passes_losses else []
+        if not is_last:
+            losses_come = [takes.recv([loss], peer, count + tag) for tag, loss in enumerate(losses)]
         sends, inputs, outputs = [], [], []
 
         def forward(index: int) -> None:
@@ -264,6 +269,8 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 receives[index].wait()
                 inputs.append(buffers[index].requires_grad_())
                 outputs.append(functional.mse_loss(block(inputs[index]), data[index]) / count)
+                if losses:
+                    sends.append(gives.send([outputs[index].detach()], peer, count + index))
             else:
                 outputs.append(block(data[index]))
                 sends.append(gives.send([outputs[index].detach()], peer, index))
@@ -273,6 +280,8 @@ def by_hand(arguments: dict[str, Any]) -> Step:
                 outputs[index].backward()
                 sends.append(gives.send([inputs[index].grad], peer, index))
             else:
+                if losses:
+                    losses_come[index].wait()
                 receives[index].wait()
                 outputs[index].backward(buffers[index])
             outputs[index] = None

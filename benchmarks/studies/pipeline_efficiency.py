@@ -217,6 +217,7 @@ def tiny(rounds: int, steps: int) -> None:
         "a plain loop, one process": ({"kind": "plain", "num_blocks": 2}, 1),
         "penstock, one stage, one process": ({"kind": "penstock", "schedule": "1f1b", "num_blocks": 2}, 1),
         "1F1B by hand, two stages": ({"kind": "by hand"}, 2),
+        "1F1B by hand, with each loss on both ranks": ({"kind": "by hand", "losses": True}, 2),
         "torch ScheduleGPipe, two stages": ({"kind": "torch", "schedule": "ScheduleGPipe"}, 2),
         "torch Schedule1F1B, two stages": ({"kind": "torch", "schedule": "Schedule1F1B"}, 2),
         "penstock gpipe, two stages": ({"kind": "penstock", "schedule": "gpipe"}, 2),
