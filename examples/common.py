@@ -136,7 +136,8 @@ def train(
             if is_leader() and (step in (1, options.steps) or step % max(1, options.steps // 10) == 0):
                 speed = dataloader.global_batch_size / (time.perf_counter() - begin)
                 reduction = model.pipeline.last_step.reduction
-                hidden = "" if reduction is None else f"  gradient reduction {reduction.hidden:.0%} hidden"
+                known = reduction is not None and reduction.hidden is not None
+                hidden = f"  gradient reduction {reduction.hidden:.0%} hidden" if known else ""
                 print(f"step {step:4d}  loss {losses[-1]:.4f}  {speed:.1f} samples/s{hidden}", flush=True)
             manager.save(step)
     return losses

@@ -181,8 +181,8 @@ def penstock_step(model: Any, ids: torch.Tensor) -> Step:
         for out in model(input_ids=ids, labels=ids):
             out.loss.backward()
         report = model.pipeline.last_step
-        hidden = {} if report.reduction is None else {"hidden": report.reduction.hidden}
-        return {"loss": report.global_loss, **hidden}
+        hidden = None if report.reduction is None else report.reduction.hidden
+        return {"loss": report.global_loss, **({} if hidden is None else {"hidden": hidden})}
 
     return step
 

@@ -105,6 +105,30 @@ def test_a_schedule_may_send_far_ahead(pool: Pool, num_microbatches: int, lead: 
         assert loss == pytest.approx(expected, rel=1e-5)
 
 
+# Two stages on the first rank, one on the second.
+UNEVEN = (",".join(f"0F{m},1F{m},1B{m},0B{m}" for m in range(4)), ",".join(f"2F{m},2B{m}" for m in range(4)))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        UNEVEN,
+        (",".join(f"0F{m},0B{m}" for m in range(4)), ",".join(f"1F{m},2F{m},2B{m},1B{m}" for m in range(4))),
+        (
+            ",".join(f"0F{m},1F{m},1B{m},0B{m}" for m in range(4)),
+            ",".join(f"2F{m},3F{m},3B{m},2B{m}" for m in range(4)),
+        ),
+    ],
+    ids=["0 0 1", "0 1 1", "0 0 1 1"],
+)
+def test_a_rank_may_have_stages_that_follow_one_another(pool: Pool, rows: tuple[str, ...]) -> None:
+    ids = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(1))
+    model = tiny()
+    expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
+    for losses in pool.run(2, train_with, schedule=list(rows), num_microbatches=4, timeout=60):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_schedule_of_other_size_is_refused_before_training(pool: Pool) -> None:
     rows = format_schedule(build("1f1b", 2, 4)).splitlines()
     for error in pool.run(2, train_with, schedule=rows, num_microbatches=3, timeout=60, outcomes=True):
@@ -121,10 +145,6 @@ def test_a_broken_schedule_is_refused_with_what_blocks_it() -> None:
 # -- under a name ------------------------------------------------------------------------------------------------------
 
 NAME = "one-at-a-time"
-
-
-# Two stages on the first rank, one on the second.
-UNEVEN = (",".join(f"0F{m},1F{m},1B{m},0B{m}" for m in range(4)), ",".join(f"2F{m},2B{m}" for m in range(4)))
 
 
 def one_at_a_time(num_ranks: int, num_microbatches: int) -> Schedule:

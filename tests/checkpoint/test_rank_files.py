@@ -10,7 +10,8 @@ import torch
 
 from penstock.checkpoint.file_specs import CheckpointRanks, SavingRank
 from penstock.checkpoint.load import from_parallelized
-from penstock.checkpoint.save import save_parallelized
+from penstock.checkpoint.save import save_parallelized, save_run_state
+from penstock.checkpoint.training_state import TrainingState
 from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.checkpoint_ranks import (
     assert_hold_together,
@@ -167,6 +168,24 @@ def test_variants_stand_side_by_side(tmp_path) -> None:
     assert (tmp_path / "pytorch_model_tp_0_pp_1.one.bin").exists()
     for number, variant in enumerate(("one", "two"), start=1):
         assert_hold_together(loaded(tmp_path, 2, variant=variant), gpt2(number))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_an_ordinary_checkpoint_in_shards_stays_whole_beside_a_parallel_one(safe: bool, tmp_path) -> None:
+    model = split_copies(gpt2(1), 2)
+    raised(save(model, tmp_path, merge_checkpoints=True, max_shard_size="30KB", safe_serialization=safe))
+    for extension in (False, True):
+        raised(save(split_copies(gpt2(2), 2), tmp_path, safe_serialization=extension))
+    assert_holds(type(gpt2()).from_pretrained(tmp_path), gpt2(1))
+    assert_hold_together(loaded(tmp_path, 2), gpt2(2))
+
+
+def test_no_index_leads_to_rank_files_of_an_earlier_save(tmp_path) -> None:
+    models = split_copies(gpt2(1), 3)
+    raised(on_ranks(3, lambda rank, comm: save_run_state(models[rank], tmp_path, TrainingState(), world_comm=comm)))
+    assert_holds(type(gpt2()).from_pretrained(tmp_path), gpt2(1))
+    raised(save(split_copies(gpt2(2), 2), tmp_path))
+    assert not list(tmp_path.glob("*.index.json")) and not list(tmp_path.glob("*.safetensors"))
 
 
 def test_fewer_stages_leave_no_files_of_more_and_the_users_files_stay(tmp_path) -> None:

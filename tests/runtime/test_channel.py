@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
 from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET
 from penstock.runtime.failures.position import Position
+from penstock.runtime.gradients.weight_gradients import DeferredGradient, WeightGradientQueues
+from penstock.runtime.loss_proxy import run_backward
 
 
 class Lost(Exception):
@@ -125,6 +128,34 @@ def test_a_transfer_that_never_ends_holds_no_rank_whose_job_has_failed(
     watcher.join()
     group.ends.set()
     assert sum(seen) > 10, "the watcher does not see that the host waits for another rank, and asks nobody"
+
+
+def test_a_rank_that_computes_gradients_does_not_wait() -> None:
+    """In a backward that no user sees, and in an action W."""
+    size, ends = 256, threading.Event()
+    value, product = torch.ones(size, size, requires_grad=True), torch.empty(size, size)
+    output = value
+    for _ in range(40):
+        output = output @ torch.eye(size)
+    queues, position, seen = WeightGradientQueues(), Position(), list[bool]()
+    queues.open(0, 0)
+    for _ in range(40):
+        queues.defer(DeferredGradient((value,), partial(torch.mm, torch.eye(size), torch.eye(size), out=product)))
+    queues.close()
+
+    def sample() -> None:
+        while not ends.is_set():
+            seen.append(position.waits())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    run_backward([output], [torch.ones(size, size)])
+    with torch.no_grad():
+        queues.run(0, 0, None)
+    ends.set()
+    watcher.join()
+    assert seen and not any(seen)
 
 
 def message(size: int, first: int = 0) -> list[torch.Tensor]:

@@ -120,6 +120,29 @@ def test_a_schedule_in_which_one_rank_runs_far_ahead_ends() -> None:
     check(one_pipeline(schedule), [schedule])
 
 
+@pytest.mark.parametrize("ranks", [(0, 0, 1, 1), (0, 1, 1), (0, 2, 1, 2), (1, 0, 1, 2, 0)])
+def test_every_rank_learns_each_loss_wherever_its_stages_are(ranks: tuple[int, ...]) -> None:
+    """One microbatch after the other. In the third placement, one rank tells both others."""
+    forward, backward = list(enumerate(ranks)), list(enumerate(ranks))[::-1]
+    rows = [
+        [
+            f"{stage}{kind}{m}"
+            for m in range(3)
+            for kind, way in (("F", forward), ("B", backward))
+            for stage, at in way
+            if at == rank
+        ]
+        for rank in range(max(ranks) + 1)
+    ]
+    schedule = parse_schedule(rows)
+    check(one_pipeline(schedule), [schedule])
+    check(one_pipeline(schedule), [schedule], {"eager": RULES["eager"]}, gpu=False)
+    for rank in recorded(one_pipeline(schedule), [schedule]):
+        events = rank.train()
+        known = sum(event.do is Do.RECEIVE and event.what[1] == "torch.float64" for event in events)
+        assert known == (0 if ranks[-1] == rank.place.pipeline_rank else 3)
+
+
 @pytest.mark.parametrize("name", schedule_names())
 def test_no_wait_for_the_device_at_any_single_point_hangs(name: str) -> None:
     schedule = build(name, 2, 4)

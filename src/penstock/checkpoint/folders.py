@@ -12,7 +12,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -56,10 +56,10 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.checkpoint.model_state import MARK, as_values, held_state, own_name
 from penstock.checkpoint.optimizer_state import OptimizerState
-from penstock.checkpoint.staging import Replacement, write_index
+from penstock.checkpoint.staging import Replacement, read_index, write_index
 from penstock.checkpoint.tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
 from penstock.checkpoint.training_state import TrainingState, collect_training_state, common_content, random_key
-from penstock.checkpoint.untrusted import is_regular, kind_of
+from penstock.checkpoint.untrusted import CheckpointError, is_regular, kind_of
 from penstock.modeling.graph.dataflow import DataFlow, ForwardArgument
 from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.modeling.weights.whole import packed_weights, shards_of, unit_of, whole_state
@@ -372,21 +372,32 @@ class ParallelFolder(Folder):
         )
         _warn_of_drift(manifest)
         options = self.options
-        table = manifest_name(options.variant)
-        _, index = weight_file_names(options.extension, options.variant, self.diffusers)
+        table, found = manifest_name(options.variant), sorted(os.listdir(directory))
+        indices = {one: weight_file_names(one, options.variant, self.diffusers)[1] for one in EXTENSIONS}
+        starts, old = [table], list[str]()
+        # That of an ordinary checkpoint stays, as its shards do.
+        for name in indices.values():
+            if name in found and _leads_to_rank_files(os.path.join(directory, name), options.variant):
+                old.append(name)
         write_bytes(os.path.join(folder, table), manifest.dump())
-        starts, old, found = [table], list[str](), sorted(os.listdir(directory))
         if self.once and manifest.tensor_parallel_size == 1:
             places = {name: file for file, one in entries.items() if one.part == MODEL for name in one.tensors}
+            index = indices[options.extension]
             write_index(folder, index, places)
             starts.append(index)
-        elif index in found and not options.variant:
-            old.append(index)
+            old = [name for name in old if name != index]
         for name in found if table in found else ():
             is_old = name not in entries and is_rank_file(name, options.variant)
             if is_old and is_regular(os.path.join(directory, name)):
                 old.append(name)
         return Replacement(self.sides, starts, entries, old=old)
+
+
+def _leads_to_rank_files(index: str, variant: str | None) -> bool:
+    """Whether an index is that of a parallel checkpoint. One that cannot be read is not known to be."""
+    with suppress(CheckpointError):
+        return any(is_rank_file(name, variant) for name in read_index(index).values())
+    return False
 
 
 def _warn_of_drift(manifest: Manifest) -> None:

@@ -23,12 +23,12 @@ class ReductionReport:
         num_bytes: size of the gradients.
         intervals: for each bucket, when it was launched and when its sum was complete (on an accelerator: was waited
             for).
-        seconds_waited: how long the step waited for them at its end.
+        seconds_waited: how long the step waited for them at its end; None on an accelerator, whose host does not wait.
     """
 
     num_bytes: int
     intervals: tuple[tuple[float, float], ...]
-    seconds_waited: float
+    seconds_waited: float | None
 
     @property
     def num_buckets(self) -> int:
@@ -44,8 +44,10 @@ class ReductionReport:
         return total
 
     @property
-    def hidden(self) -> float:
-        """Share of the reduction's time that was hidden behind computation, between 0 and 1."""
+    def hidden(self) -> float | None:
+        """Share of the reduction's time that was hidden behind computation, between 0 and 1; None on an accelerator."""
+        if self.seconds_waited is None:
+            return None
         return 1.0 if self.seconds <= 0 else max(0.0, 1.0 - self.seconds_waited / self.seconds)
 
 
@@ -111,7 +113,9 @@ class StepReport:
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.1%}")
         if self.reduction is not None:
-            parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced, {self.reduction.hidden:.0%} of it hidden")
+            parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced")
+            if self.reduction.hidden is not None:
+                parts.append(f"{self.reduction.hidden:.0%} of it hidden")
         return f"<step: {', '.join(parts)}>"
 
 

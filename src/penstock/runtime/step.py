@@ -310,7 +310,8 @@ class TrainingStep:
             live.connected = self._boundaries.top.has_all_gradients(microbatch, len(live.sent))
             loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
             output = StageOutput(loss, self._inputs.plans[microbatch].fields)
-        self._to_previous[stage].send_loss(value)
+        for channel in self._boundaries.losses_to:
+            channel.send([value])
         if self._losses and self._seen is None:  # zero_grad() at the loop's first microbatch does no harm
             self._note_gradient()
         self._losses.append(value)

@@ -85,9 +85,10 @@ class Transfer(NamedTuple):
 Operation = Step | Transfer
 
 
-def carries_loss(boundary: int, num_stages: int, num_ranks: int) -> bool:
-    """Whether losses come back over `boundary`: over the last ones only, until every rank has seen them."""
-    return boundary >= num_stages - num_ranks
+def carries_loss(boundary: int, stage_to_rank: Sequence[int]) -> bool:
+    """Whether losses come back over `boundary`: if the stage before it is the top one of its rank. The rank behind it
+    has a higher one, so it knows them by then."""
+    return stage_to_rank[boundary] not in stage_to_rank[boundary + 1 :]
 
 
 def insert_communication(
@@ -133,8 +134,13 @@ class _Run:
         self.schedule, self.window = schedule, window
         self.operations: list[list[Operation]] = [[] for _ in schedule.actions]
         rows = [_with_losses(schedule, rank) if losses else row for rank, row in enumerate(schedule.actions)]
+        # By the top stage of each rank: those of the ranks that learn a loss from it.
+        self._told_by: dict[int, list[int]] = {schedule.top_stage(rank): [] for rank in range(schedule.num_ranks)}
+        for boundary in range(schedule.num_stages - 1):
+            if carries_loss(boundary, schedule.stage_to_rank):
+                self._told_by[schedule.top_stage(schedule.stage_to_rank[boundary + 1])].append(boundary)
         # Each step with what uses its result.
-        self._to_do = [deque([(step, self._user_of(step)) for step in row]) for row in rows]
+        self._to_do = [deque([(step, self._users_of(step)) for step in row]) for row in rows]
         # When what a step needs from another one is there. A B has had its own F by then: the stages after it could not
         # have run without.
         self._input_at: dict[Step, float] = {
@@ -149,10 +155,10 @@ class _Run:
     def is_ready(self, rank: int) -> bool:
         if not self._to_do[rank]:
             return False
-        head, user = self._to_do[rank][0]
+        head, users = self._to_do[rank][0]
         if head not in self._input_at:
             return False
-        return self.window is None or user is None or self._in_window[user.kind, user.stage] < self.window
+        return self.window is None or all(self._in_window[user.kind, user.stage] < self.window for user in users)
 
     def time_of(self, rank: int) -> float:
         """When `rank`, which is ready, goes on."""
@@ -161,7 +167,7 @@ class _Run:
     def advance(self, rank: int) -> Sequence[int]:
         """Do what is next on `rank` and send its result; return other ranks that this may have made ready."""
         end = self.time_of(rank)
-        step, user = self._to_do[rank].popleft()
+        step, users = self._to_do[rank].popleft()
         self.operations[rank].append(step)
         if isinstance(step, Action):
             end += 1.0
@@ -176,7 +182,7 @@ class _Run:
         if source is not None and source != rank:
             self._in_window[step.kind, step.stage] -= 1
             concerned.append(source)
-        if user is not None:
+        for user in users:
             peer = self.schedule.stage_to_rank[user.stage]
             self._input_at[user] = end if peer == rank else end + TRANSIT
             if peer != rank:
@@ -186,13 +192,12 @@ class _Run:
                 concerned.append(peer)
         return concerned
 
-    def _user_of(self, step: Step) -> Step | None:
-        """What uses the result of `step` on a neighbouring stage."""
-        if isinstance(step, Action):
-            return step.feeds(self.schedule.num_stages)
-        if step.stage and carries_loss(step.stage - 1, self.schedule.num_stages, self.schedule.num_ranks):
-            return LossKnown(step.stage - 1, step.microbatch)
-        return None
+    def _users_of(self, step: Step) -> Sequence[Step]:
+        """What uses the result of `step` on neighbouring stages."""
+        if isinstance(step, LossKnown):
+            return [LossKnown(stage, step.microbatch) for stage in self._told_by[step.stage]]
+        user = step.feeds(self.schedule.num_stages)
+        return () if user is None else (user,)
 
     def _source_rank(self, step: Step) -> int | None:
         """The rank of the neighbouring stage whose result `step` uses."""

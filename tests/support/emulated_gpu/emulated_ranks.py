@@ -122,6 +122,9 @@ def train(case: Case, num_steps: int = 2) -> list[Step]:
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
+        reduction = model.pipeline.last_step.reduction
+        if reduction is not None and device.type != "cpu":
+            assert reduction.seconds > 0 and reduction.hidden is None, "the host does not know what was hidden"
         if device.type != "cuda":
             sends = emulated_nccl.counts.get("send", 0) > sent_before
             crosses = len(set(model.pipeline.context.pipeline.stage_to_rank)) > 1

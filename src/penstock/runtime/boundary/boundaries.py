@@ -27,7 +27,7 @@ from operator import attrgetter, call, is_not, or_
 import torch
 
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.boundary.p2p import Message, P2PChannels, decode_header, encode_header, header_buffer
+from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels, decode_header, encode_header, header_buffer
 from penstock.runtime.report import profiling
 from penstock.schedule.actions import Kind
 from penstock.schedule.communication import Step, carries_loss
@@ -59,20 +59,23 @@ class Boundaries:
         self.to_previous: dict[int, BoundaryToPrevious | LocalBoundary] = {}
         self.to_next: dict[int, BoundaryToNext | LocalBoundary] = {}
         self.top: BoundaryToNext | None = None
-        last, num_ranks = len(stage_to_rank) - 1, max(stage_to_rank) + 1
+        # Over which the ranks that learn a loss from this one are told it.
+        self.losses_to: list[P2PChannel] = []
+        last = len(stage_to_rank) - 1
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
         for stage in stages:
             if stage == 0:
                 self.to_previous[stage] = NoPreviousStage()
             elif stage - 1 not in stages:
-                with_loss = carries_loss(stage - 1, last + 1, num_ranks)
-                self.to_previous[stage] = BoundaryToPrevious(
-                    channels, stage - 1, True, with_loss, self._signatures, device
-                )
+                with_loss = carries_loss(stage - 1, stage_to_rank)
+                before = BoundaryToPrevious(channels, stage - 1, True, with_loss, self._signatures, device)
+                self.to_previous[stage] = before
+                if before.losses is not None:
+                    self.losses_to.append(before.losses)
             if stage + 1 in stages:
                 self.to_next[stage] = self.to_previous[stage + 1] = LocalBoundary()
             elif stage < last:
-                with_loss = carries_loss(stage, last + 1, num_ranks)
+                with_loss = carries_loss(stage, stage_to_rank)
                 self.to_next[stage] = BoundaryToNext(channels, stage, False, with_loss, self._signatures, device)
         behind_last = self.to_next.get(stages[-1])
         if isinstance(behind_last, BoundaryToNext):
@@ -146,9 +149,6 @@ class LocalBoundary:
         self._differentiable.remove(microbatch)
         return self._gradients.pop(microbatch)
 
-    def send_loss(self, loss: torch.Tensor) -> None:
-        pass
-
 
 class NoPreviousStage(LocalBoundary):
     """Before the first stage, which has no values whose gradients it could send."""
@@ -159,7 +159,7 @@ class NoPreviousStage(LocalBoundary):
 
 class _RemoteBoundary:
     """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
-    1`. `behind`: whether this rank holds the second of the two; `with_loss`: whether losses come back over it, as the
+    1`. `behind`: whether this rank holds the second of the two; `with_loss`: whether `losses` come back over it, as the
     rank before it has not seen them."""
 
     def __init__(
@@ -181,7 +181,7 @@ class _RemoteBoundary:
         self._activations = channels.channel(boundary, Message.ACTIVATION, behind)
         self._gradients = channels.channel(boundary, Message.GRADIENT, behind)
         self._presence = channels.channel(boundary, Message.PRESENCE, behind)
-        self._losses = channels.channel(boundary, Message.LOSS, behind) if with_loss else None
+        self.losses = channels.channel(boundary, Message.LOSS, behind) if with_loss else None
         # What crosses, by signature, in this step's state of the stages before.
         self._known: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
@@ -264,11 +264,6 @@ class BoundaryToPrevious(_RemoteBoundary):
             stacklevel=2,
         )
 
-    def send_loss(self, loss: torch.Tensor) -> None:
-        """Pass a loss's value back, if the rank there does not know it yet."""
-        if self._losses is not None:
-            self._losses.send([loss])
-
     def post(self, microbatch: int) -> None:
         """Post the receive of a microbatch's activations, the next that cross, if any do; if their shapes are new, wait
         for their header first."""
@@ -314,7 +309,7 @@ class BoundaryToNext(_RemoteBoundary):
     def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         super().begin(order, crossing, state)
         self._sent = {}
-        self._losses_unposted = 0 if self._losses is None else len(order)
+        self._losses_unposted = 0 if self.losses is None else len(order)
         self._post_ahead()
 
     def send_forward(self, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -340,10 +335,10 @@ class BoundaryToNext(_RemoteBoundary):
 
     def recv_loss(self) -> torch.Tensor:
         """The value of the next microbatch's loss. Shape (), float64."""
-        assert self._losses is not None
-        if not self._losses.posted:
+        assert self.losses is not None
+        if not self.losses.posted:
             self.post_loss()
-        return self._losses.receive()[0]
+        return self.losses.receive()[0]
 
     def has_all_gradients(self, microbatch: int, count: int) -> bool:
         """Whether `recv_backward` will give one for each of the `count` values sent that require one."""
@@ -380,9 +375,9 @@ class BoundaryToNext(_RemoteBoundary):
         self._gradients.post_receive(values.gradient_buffers())
 
     def post_loss(self) -> None:
-        assert self._losses is not None
+        assert self.losses is not None
         self._losses_unposted -= 1
-        self._losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
+        self.losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
 
     def _values_of(self, microbatch: int) -> _Values | None:
         return self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 # How many calls are remembered, to compare them with those of other ranks.
 CALLS_KEPT = 64
-# A host whose innermost Python code is here waits for another rank.
+# A rank whose innermost Python code is here waits for another one, unless it is in a module that computes: a backward,
+# weight gradients.
 WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.file_specs")
+COMPUTING_MODULES = ("penstock.runtime.loss_proxy", "penstock.runtime.gradients.weight_gradients")
 # Looked through: what others call in order to wait.
 TRANSPARENT_PACKAGES = (
     "torch.distributed",
@@ -126,7 +128,7 @@ class Position:
         while frame is not None:
             module = frame.f_globals.get("__name__", "")
             if module.startswith(WAITING_PACKAGES):
-                return True
+                return module not in COMPUTING_MODULES
             if not module.startswith(TRANSPARENT_PACKAGES):
                 return through
             through = through or module.startswith("torch.distributed")

@@ -172,7 +172,9 @@ class GradientReducer:
         self._summed_already.update(self._bucket_of)
         self._to_be_summed.clear()
         intervals = tuple((bucket.launched_at, bucket.finished_at) for bucket in self.buckets)
-        return ReductionReport(sum(bucket.num_bytes for bucket in self.buckets), intervals, waited)
+        host_waits = self._context.device.type == "cpu"
+        num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
+        return ReductionReport(num_bytes, intervals, waited if host_waits else None)
 
     def clear(self) -> None:
         """Forget everything under way, so that nothing keeps a dead group's connections open."""
@@ -289,9 +291,12 @@ class Bucket:
 
     def finish(self, group: dist.ProcessGroup, rank: int, check: Callable[[], object]) -> None:
         """Wait for the sum, in which the parameters' gradients are where it is wanted; `check` ends the wait."""
+        device = self.parameters[0].device
         for work in self.works:
-            wait_for_all(work, group, self.parameters[0].device, check)
+            wait_for_all(work, group, device, check)
         self.works = []
+        if device.type != "cpu":
+            self.finished_at = time.perf_counter()
         if rank not in self.keepers:
             self._absent = []
             self.release()
