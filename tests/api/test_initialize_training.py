@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from penstock.runtime.comm import rollcall
+from tests.runtime.test_optimizer_trial import ByAllNorms
 from tests.support.families import batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (
@@ -341,6 +342,16 @@ class Lamb(torch.optim.SGD):
     """Has the name of an optimizer that divides by the norm of all gradients."""
 
 
+class Gathered(torch.optim.SGD):
+    """Each rank updates some of what it takes for the weights of all, and sends them to the others."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for number, one in enumerate(group["params"]):
+                torch.distributed.broadcast(one.detach(), number % torch.distributed.get_world_size())
+
+
 def lbfgs(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, max_iter=2, **options)
 
@@ -350,6 +361,8 @@ OVER_ALL: list[Callable[[Any], torch.optim.Optimizer]] = [
     partial(lbfgs, line_search_fn="strong_wolfe"),
     partial(Sharp, lr=0.1),
     partial(Lamb, lr=0.1),
+    partial(ByAllNorms, lr=0.1),
+    partial(Gathered, lr=0.1),
 ]
 
 
@@ -372,11 +385,22 @@ def step_over_all(make: Callable[[Any], torch.optim.Optimizer], early: bool) -> 
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("number", "early"), [(0, True), (1, False), (2, False), (3, True)])
+@pytest.mark.parametrize(("number", "early"), [(0, True), (1, False), (2, False), (3, True), (4, False)])
 def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Pool, number: int, early: bool) -> None:
-    kind = ("LBFGS", "LBFGS", "Sharp", "Lamb")[number]
+    kind = ("LBFGS", "LBFGS", "Sharp", "Lamb", "ByAllNorms")[number]
     for text in pool.run(2, step_over_all, OVER_ALL[number], early):
         assert text.startswith(f"{kind} lets updates depend on other parameters") and "AdamW" in text
+
+
+def step_over_ranks() -> None:
+    model = parallelize(gpt2(), 2)
+    run_step(model, batch("causal", 4))
+    OVER_ALL[-1](model.parameters()).step()
+
+
+def test_an_optimizer_that_takes_the_ranks_for_replicas_is_refused(pool: Pool) -> None:
+    for outcome in pool.run(2, step_over_ranks, outcomes=True):
+        assert isinstance(outcome, NotImplementedError) and str(outcome).startswith("Gathered divides its state among")
 
 
 def clip_wrongly() -> list[str]:

@@ -14,6 +14,7 @@ import penstock
 from penstock import Booster, TensorParallelPlan
 from penstock.checkpoint.untrusted import CheckpointError
 from penstock.runtime.comm.settings import BatchMismatch
+from tests.runtime.test_optimizer_trial import ByNorms
 from tests.support.hetero import make_plugin, pad, samples
 from tests.support.tensor_parallel_ranks import (
     build,
@@ -113,7 +114,8 @@ def optimizers_of_whole_matrices(folder: str) -> list[str]:
             booster.save_optimizer(optimizer, folder)
         else:
             muon = torch.optim.Muon(weight for weight in model.parameters() if weight.dim() == 2)
-            for attempt in (optimizer.step, muon.step, partial(booster.load_optimizer, optimizer, folder)):
+            lars = ByNorms(model.parameters(), lr=0.1)
+            for attempt in (optimizer.step, muon.step, lars.step, partial(booster.load_optimizer, optimizer, folder)):
                 with pytest.raises((NotImplementedError, CheckpointError)) as caught:
                     attempt()
                 messages.append(str(caught.value))

@@ -80,7 +80,7 @@ def test_optimizers_that_need_whole_matrices_are_refused_and_their_states_are_no
     pool: Pool, tmp_path: Path
 ) -> None:
     for *steps, load in pool.run(2, optimizers_of_whole_matrices, str(tmp_path)):
-        for kind, step in zip(("Adafactor", "Muon"), steps, strict=True):
+        for kind, step in zip(("Adafactor", "Muon", "ByNorms"), steps, strict=True):
             assert step.startswith(f"{kind} computes an update from the whole of a matrix, but with tensor parallelism")
         assert "cannot shard the state lm_head.weight//row_var for tensor_parallel_size 2" in load
 

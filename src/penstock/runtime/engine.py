@@ -415,9 +415,9 @@ class Engine:
         with self._norms(Call.CLIP, norm_type, agreement=agreement):
             return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
-    def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
+    def held_of(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
         """The parameters of this rank that have these gradients; see `GradientNorm`."""
-        return self.parts.gradients.norm.owners(gradients)
+        return self.parts.gradients.norm.held_of(gradients)
 
     @property
     def is_open(self) -> bool:

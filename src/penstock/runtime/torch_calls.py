@@ -25,17 +25,21 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.holders import HeldParameter
+from penstock.runtime.optimizer_trial import Dependence, dependence
 
-# Optimizers, of torch and others, that compute with sums over all parameters: a line search, a norm, a distance.
+# What a trial of an optimizer may not show is known by the names of classes, of torch and others. Those that use sums
+# over all parameters: a line search, a norm, a distance.
 OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
 # Those that divide their state among all ranks, which they take for replicas.
 OVER_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
 # Those that compute an update from the whole of a matrix: sums over its rows and columns, products with itself.
-OVER_MATRICES = {"Adafactor", "Muon", "Shampoo", "SOAP"}
+OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
 
 Engine = Any  # `engine.Engine`, which imports this
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+# What a trial has shown of optimizers of the engines' parameters.
+_tried: weakref.WeakKeyDictionary[Optimizer, Dependence] = weakref.WeakKeyDictionary()
 
 
 def follow(engine: Engine) -> None:
@@ -74,7 +78,7 @@ def _total_norm(
     torchs_own: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
 ) -> torch.Tensor:
     gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    engine, held = _owner(gradients)
+    engine, held = _engine_of(gradients)
     if engine is None:
         found: torch.Tensor = torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
         return found
@@ -82,14 +86,14 @@ def _total_norm(
     return norm
 
 
-def _owner(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequence[HeldParameter]]:
+def _engine_of(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequence[HeldParameter]]:
     """Whose gradients these are, if an engine's."""
     if not gradients:
         return _only_one_trained(), ()
     for engine in _engines:
-        owners = engine.owners(gradients) if engine.is_open else [None]
-        held = [one for one in owners if one is not None]
-        if len(held) == len(owners):
+        found = engine.held_of(gradients) if engine.is_open else [None]
+        held = [one for one in found if one is not None]
+        if len(held) == len(found):
             return engine, held
         if held:
             raise ValueError(
@@ -163,31 +167,44 @@ def _after_update(optimizer: Optimizer, *_: Any) -> None:
 
 def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
     """Before each optimizer's step: refuse one whose updates depend on other parameters, or that runs the model, or
-    that divides its state among ranks; and over sharded weights one that computes from whole matrices."""
-    kind, closure = type(optimizer), kwargs.get("closure", args[1] if len(args) > 1 else None)
-    names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
-    needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
-    # torch's own call it once, before the update.
-    used = closure is not None and kind.__module__.partition(".")[0] != "torch"
-    over_all = needs_closure or used or not names.isdisjoint(OVER_ALL | OVER_RANKS)
-    if not over_all and names.isdisjoint(OVER_MATRICES):
-        return
+    that works with all ranks; and one that computes from whole matrices where tensor parallelism slices them."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    ids = set(map(id, parameters))
-    if not names.isdisjoint(OVER_RANKS) and engines_of(parameters):
+    kind, engines = type(optimizer).__name__, engines_of(parameters)
+    if not engines:
+        return
+    if optimizer not in _tried:
+        _tried[optimizer] = dependence(optimizer, engines[0].device)
+    found = max(_tried[optimizer], _known_dependence(type(optimizer), closure))
+    if found is Dependence.RANKS:
         raise NotImplementedError(
-            f"{kind.__name__} divides its state among all ranks as if they were replicas, but each has parameters of "
-            "its own. Take torch.optim.AdamW, and sharded_optimizer=True to divide its state"
+            f"{kind} divides its state among all ranks as if they were replicas, but each has parameters of its own. "
+            "Take torch.optim.AdamW, and sharded_optimizer=True to divide its state"
         )
-    instead = ""
-    if over_all and engines_of(parameters):
+    instead, ids = "", set(map(id, parameters))
+    if found is Dependence.PARAMETERS:
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
-    elif any(one.sharded and id(one.parameter) in ids for engine in _engines for one in engine.held):
+    elif found is Dependence.MATRIX and any(
+        one.sliced and id(one.parameter) in ids for engine in engines for one in engine.held
+    ):
         how = "computes an update from the whole of a matrix, but with tensor parallelism each rank has parts of them"
         instead = ", or leave tensor_parallel_size out"
     else:
         return
     raise NotImplementedError(
-        f"{kind.__name__} {how}: its updates would not be those of the unsplit model. Take one that treats each number "
-        f"by itself, such as torch.optim.AdamW{instead}"
+        f"{kind} {how}: its updates would not be those of the unsplit model. Take one that treats each number by "
+        f"itself, such as torch.optim.AdamW{instead}"
     )
+
+
+def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
+    """What is known of an optimizer's class, and of its step with `closure`."""
+    names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
+    if not names.isdisjoint(OVER_RANKS):
+        return Dependence.RANKS
+    needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
+    # torch's own call it once, before the update.
+    used = closure is not None and kind.__module__.partition(".")[0] != "torch"
+    if needs_closure or used or not names.isdisjoint(OVER_ALL):
+        return Dependence.PARAMETERS
+    return Dependence.NOTHING if names.isdisjoint(OVER_MATRICES) else Dependence.MATRIX

@@ -75,7 +75,7 @@ class GradientNorm:
             )
         return norm if any(p.dtype == torch.float64 for p in self._parameters) else norm.to(torch.float32)
 
-    def owners(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
+    def held_of(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
         """Whose these gradients are: parameters of this rank, or None for others'."""
         places: dict[tuple[Any, ...], HeldParameter] = {}
         for one in self._held:

@@ -19,7 +19,7 @@ class HeldParameter:
     Attributes:
         name: its first name in the unsplit model (a tied weight has several).
         ranks: the global ranks that hold a copy, ascending.
-        sharded: whether each rank of a tensor-parallel group holds another slice of it.
+        sliced: whether each rank of a tensor-parallel group holds another slice of it, or of its gradient.
         holders_by_first_name: those of `ranks` that hold it under `name`, by which an optimizer of the unsplit model
             knows it.
         owners: those of `ranks` that keep its optimizer's state and update it; empty if all of them do.
@@ -28,7 +28,7 @@ class HeldParameter:
     name: str
     parameter: torch.nn.Parameter
     ranks: tuple[int, ...]
-    sharded: bool = False
+    sliced: bool = False
     holders_by_first_name: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
 
@@ -39,7 +39,7 @@ class HeldParameter:
 
     def counted_by(self, rank: int, tensor_parallel_rank: int) -> bool:
         """Whether `rank` answers for it in the gradient norm: one rank does for each whole or slice."""
-        return self.keepers[0] == rank and (self.sharded or tensor_parallel_rank == 0)
+        return self.keepers[0] == rank and (self.sliced or tensor_parallel_rank == 0)
 
     @property
     def digest(self) -> int:
@@ -55,7 +55,7 @@ def find_holders(
     tensor_parallel_rank: int,
     aliases: Iterable[tuple[str, ...]],
     local: Mapping[str, torch.nn.Parameter],
-    sharded: Collection[str] = (),
+    sliced: Collection[str] = (),
     partial: Collection[str] = (),
     homes: Mapping[str, str] | None = None,
 ) -> tuple[list[HeldParameter], set[tuple[int, ...]]]:
@@ -65,7 +65,7 @@ def find_holders(
     Args:
         aliases: every parameter of the unsplit model as the tuple of its names, in the model's order.
         local: the parameters this rank holds, by each of their names.
-        sharded: names of those of which each rank of a tensor-parallel group holds another slice.
+        sliced: names of those of which each rank of a tensor-parallel group holds another slice.
         partial: names of those that these ranks hold whole, but of whose gradient each has only a part: all of them are
             holders, so that the parts are summed.
         homes: the names in units of the modules that have several, see `names_in_units`.
@@ -91,7 +91,7 @@ def find_holders(
         parameter = next((local[name] for name in names if name in local), None)
         if parameter is not None:
             # One whose holders are of several indices has no other copies at those, as slices have none.
-            is_sharded = any(name in sharded or name in partial for name in names)
+            is_sliced = any(name in sliced or name in partial for name in names)
             ranks, first = every[tensor_parallel_rank], by_first_name[tensor_parallel_rank]
-            held.append(HeldParameter(names[0], parameter, ranks, is_sharded, first))
+            held.append(HeldParameter(names[0], parameter, ranks, is_sliced, first))
     return held, shared

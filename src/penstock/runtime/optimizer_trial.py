@@ -1,0 +1,92 @@
+"""What an optimizer's update of a weight depends on, as it is seen on tiny weights: a fresh optimizer of the same class
+and options takes a few steps on one, on that beside another, and on its halves.
+
+Only what these steps show is found: not what begins later, and nothing of an optimizer that cannot be made anew."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from penstock.modeling.collectives import OwnCollective, RefusedCollectives
+from penstock.random_state import all_restored, generators_in_use
+
+# Some optimizers begin to update in the second step.
+NUM_STEPS = 3
+SIZE = 4
+# Two updates that are not this much alike, relative to the larger one, are two. Some compute in half precision.
+TOLERANCE = 0.03
+# Of what a group holds, what is no option of its optimizer.
+_ADDED = ("params", "param_names", "initial_lr")
+
+
+class Dependence(IntEnum):
+    """On what the update of one number of a weight depends besides its own gradients; the worst last."""
+
+    NOTHING = 0
+    MATRIX = 1  # on the rest of its weight
+    PARAMETERS = 2  # on other weights
+    RANKS = 3  # on what other ranks have
+
+
+def dependence(optimizer: Optimizer, device: torch.device) -> Dependence:
+    """On what updates of `optimizer`, whose weights are on `device`, depend, as far as its steps show it."""
+    kinds = {str({**group, "params": (), "lr": 0}): group for group in optimizer.param_groups}
+    return max((_dependence(optimizer, group, device) for group in kinds.values()), default=Dependence.NOTHING)
+
+
+def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Dependence:
+    random = torch.Generator().manual_seed(0)
+    # Rows and columns are unlike, and so large that what limits a norm does it.
+    scale = torch.arange(1, SIZE + 1, dtype=torch.float64)
+    matrices = torch.randn(2 * (1 + NUM_STEPS), SIZE, SIZE, dtype=torch.float64, generator=random)
+    matrices = (matrices * scale * scale.unsqueeze(1)).to(device)
+    # Of two weights the values at first, and the gradients in each step.
+    one, other = matrices.unflatten(0, (2, -1))
+    top, bottom = one.chunk(2, dim=1)
+    left, right = one.chunk(2, dim=2)
+    try:
+        with RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad():
+            (alone,) = _updates(optimizer, group, [one])
+            together, _ = _updates(optimizer, group, [one, other])
+            rows = torch.cat(_updates(optimizer, group, [top, bottom]), dim=0)
+            columns = torch.cat(_updates(optimizer, group, [left, right]), dim=1)
+    except OwnCollective:
+        return Dependence.RANKS
+    except Exception:  # whatever a class of the user's raises that cannot be made like this
+        return Dependence.NOTHING
+    if not _alike(alone, together):
+        return Dependence.PARAMETERS
+    return Dependence.NOTHING if _alike(alone, rows) and _alike(alone, columns) else Dependence.MATRIX
+
+
+def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the steps of a fresh optimizer add to some weights. `histories`: of each the first value and the gradients
+    of all steps."""
+    weights = [torch.nn.Parameter(first.clone()) for first, *_ in histories]
+    fresh = _like(optimizer, group, weights)
+    for step in range(NUM_STEPS):
+        for weight, history in zip(weights, histories, strict=True):
+            weight.grad = history[1 + step].clone()
+        fresh.step()
+    return [weight.detach() - first for weight, (first, *_) in zip(weights, histories, strict=True)]
+
+
+def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torch.nn.Parameter]) -> Optimizer:
+    kind: Any = type(optimizer)
+    options = {name: value for name, value in group.items() if name not in _ADDED}
+    if "lr" in options:  # a warm-up may begin at 0
+        options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
+    arguments = inspect.signature(kind).parameters.values()
+    needed = {one.name: options[one.name] for one in arguments if one.default is one.empty and one.name in options}
+    made: Optimizer = kind([{**options, "params": list(weights)}], **needed)
+    return made
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * torch.maximum(one.abs().max(), other.abs().max()))

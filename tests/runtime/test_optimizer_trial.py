@@ -1,0 +1,87 @@
+"""Steps of a tiny copy of an optimizer show what its updates depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import Adafactor
+
+from penstock.runtime.optimizer_trial import Dependence, dependence
+
+
+class ByNorms(torch.optim.SGD):
+    """Scales each update by the weight's norm and the gradient's, as LARS does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(one.grad, alpha=-group["lr"] * float(one.norm() / one.grad.norm()))
+
+
+class ByAllNorms(torch.optim.SGD):
+    """Clips by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Strict(torch.optim.Optimizer):
+    """Takes groups alone, with exactly these options, and updates one kind by Adam's signs, the other by products."""
+
+    def __init__(self, groups: list[dict[str, Any]]):
+        assert all(set(group) == {"params", "lr", "product"} for group in groups)
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                update = one.grad @ one.grad.T @ one.grad if group["product"] else one.grad.sign()
+                one.add_(update, alpha=-group["lr"])
+
+
+def strict(weights: list[torch.nn.Parameter], product: bool) -> Strict:
+    rest: dict[str, Any] = {"params": weights[1:], "lr": 0.1, "product": False}
+    return Strict([{"params": weights[:1], "lr": 0.1, "product": product}, rest])
+
+
+OWN = torch.optim
+ALONE: list[Any] = [
+    OWN.Adadelta, OWN.Adagrad, OWN.Adam, OWN.Adamax, OWN.AdamW, OWN.ASGD, OWN.NAdam, OWN.RAdam, OWN.RMSprop, OWN.Rprop,
+    OWN.SGD, partial(OWN.AdamW, fused=True, amsgrad=True), partial(OWN.SGD, momentum=0.9, nesterov=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        *((make, Dependence.NOTHING) for make in ALONE),
+        (OWN.Adafactor, Dependence.MATRIX),
+        (OWN.Muon, Dependence.MATRIX),
+        (partial(Adafactor, relative_step=False), Dependence.MATRIX),
+        (ByNorms, Dependence.MATRIX),
+        (ByAllNorms, Dependence.PARAMETERS),
+    ],
+)
+def test_what_an_update_depends_on_is_seen(make: Callable[..., OWN.Optimizer], expected: Dependence) -> None:
+    """Also while a scheduler warms up from nothing, and without a trace in the random numbers or the weights."""
+    weights = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    optimizer, state = make(weights, lr=0.1), torch.get_rng_state()
+    OWN.lr_scheduler.LambdaLR(optimizer, lambda step: float(step))
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert dependence(optimizer, torch.device("cpu")) is expected
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(one, torch.ones(2, 3)) for one in weights)
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_each_group_is_tried_with_its_own_options(product: bool) -> None:
+    optimizer = strict([torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)], product)
+    OWN.lr_scheduler.ConstantLR(optimizer)
+    assert dependence(optimizer, torch.device("cpu")) is (Dependence.MATRIX if product else Dependence.NOTHING)
