@@ -45,7 +45,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (None, ["body.1", "body.0"], r"body\.0 does not come after body\.1"),
     (None, ["body", "body.0"], r"does not come after body\.0"),
     (None, ["stem"], r"stem begins the first stage anyway"),
-    (None, ["neck"], r"split_points names 'neck', which is no unit"),
+    (None, ["neck"], r"split_points names 'neck', which is no unit of the model\. Its units are stem"),
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.modeling.graph.dataflow import Untraceable
 from penstock.modeling.graph.units import list_units
 from tests.support.pool import Pool
 from tests.support.strange_models import Strange, batch, build, criterion, drawn, inputs_of
@@ -172,3 +173,22 @@ class OfChanges(nn.Module):
 def test_a_block_that_changes_what_it_is_given_is_refused_by_name(key: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"the unit blocks\.0 puts other values into a container"):
         list_units(OfChanges(key), {"x": torch.zeros(1, 4)})
+
+
+class Refused(nn.Module):
+    """Keeps its input's shape, as is assumed of units that cannot run on meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_meta:
+            raise Untraceable("nobody follows this")
+        return self.linear(x)
+
+
+def test_a_refusal_inside_a_block_is_not_taken_for_a_block_without_shapes() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(Refused(), nn.Linear(4, 4)) for _ in range(3)))
+    with pytest.raises(NotImplementedError, match="nobody follows this"):
+        list_units(blocks, {"input": torch.zeros(1, 4)})

@@ -416,6 +416,18 @@ def test_what_the_fused_head_does_not_know_is_refused_by_name(given: dict[str, A
         add_fused_head(FAMILIES["llama"].build(**SIZES), **given)
 
 
+def test_a_loss_that_needs_what_other_ranks_have_is_refused_on_whatever_device_the_model_is() -> None:
+    """The meta device stands for a GPU. What is logged goes by."""
+    trainer: Any = None
+    gathered = OwnLoss(trainer, DPOTrainer).answer_without_ranks("gather", torch.ones(3))
+    logged = torch.cat([gathered, gathered]).mean().item()
+    assert logged != logged and torch.isnan(gathered + torch.ones(3)).all(), "on the CPU the loss is not a number"
+    with pytest.raises(ValueError, match="its loss depends on what it gathers from other processes"):
+        (torch.ones(3, device="meta") - gathered.clamp(min=0)).mean()
+    with pytest.raises(RuntimeError, match="must match"):
+        gathered + torch.ones(2)
+
+
 def test_a_mean_that_has_nothing_in_a_microbatch_adds_nothing_to_the_loss() -> None:
     class TwoMeans(OwnLoss):
         def __init__(self) -> None:

@@ -257,7 +257,7 @@ def restore_progress(pipeline: Engine, loaded: CommonState) -> None:
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
-    numbers: a file for each stage. Every rank calls it. Raises CheckpointError."""
+    numbers: a file from each rank that keeps a part of the state. Every rank calls it. Raises CheckpointError."""
     scale, ranks = loss_scale_of(optimizer), checkpoint_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra, run=progress_of(pipeline))

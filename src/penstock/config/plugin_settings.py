@@ -51,7 +51,8 @@ class PluginSettings:
         if not self.max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {self.max_norm}")
         check_schedule(self.schedule)
-        # These are keys of the configuration, too. What only the plugin has is checked above and below.
+        # These are keys of the configuration, checked as there. The counts above may be null there, or are called
+        # otherwise; the plugin has always raised TypeError for what is no integer.
         for key in ("batch_dim", "loss_chunk_tokens", "sharded_optimizer", "patience", "timeout"):
             check_value(key, getattr(self, key))
         if self.loss_chunk_tokens is not None and self.tp_size > 1:

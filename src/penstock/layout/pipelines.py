@@ -253,5 +253,5 @@ def _units_of(name: str, units: Sequence[str], where: str) -> list[str]:
     if around is not None:
         raise ValueError(f"{where} names {name}, which is inside the unit {around}: a unit is placed as a whole")
     close = difflib.get_close_matches(name, units, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = f"; did you mean {close[0]}?" if close else "."
     raise ValueError(f"{where} names {name!r}, which is no unit of the model{hint} Its units are {shown(units)}")

@@ -97,15 +97,18 @@ class TrainerAdapter:
 
     # -- a training step -------------------------------------------------------------------------------------------
 
-    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+    def step_inputs(
+        self, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> Mapping[str, Any]:
         """What a training step on this pipeline's batch calls the model with.
 
         Args:
             inputs: the batch, as the Trainer has prepared it.
-            number: of the labels in all batches that one optimizer step takes, if the Trainer has counted them.
+            num_items_in_batch: the number of labels in all batches that one optimizer step takes, if the Trainer has
+                counted them.
         """
         if self.trainer.model_accepts_loss_kwargs:
-            inputs = self.with_number(inputs, number)
+            inputs = self.with_num_items(inputs, num_items_in_batch)
         return self._cut(inputs)
 
     @property
@@ -115,7 +118,7 @@ class TrainerAdapter:
         return self._own_loss if own else None
 
     def divisor(self, inputs: Mapping[str, Any]) -> int:
-        """By what the loss of a batch is divided before its backward.
+        """The loss of a batch is divided by this before its backward.
 
         A loss that is divided by `num_items_in_batch`, the number of labels in all batches of an optimizer's step, is
         its part of the sum already. Another one is a mean of its own, and the step's loss is the mean of these: over
@@ -131,11 +134,13 @@ class TrainerAdapter:
         `step_inputs`."""
         return NoFigures()
 
-    def with_number(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+    def with_num_items(
+        self, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> Mapping[str, Any]:
         """The inputs of a training step with the number of labels that its loss is divided by, if it is known. Raises
         ValueError if it is not, but the loss is not the model's own."""
-        if number is not None:
-            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(number)}
+        if num_items_in_batch is not None:
+            inputs = {**inputs, NUM_ITEMS: torch.as_tensor(num_items_in_batch)}
         if self.criterion is not None and not (NUM_ITEMS in inputs and "labels" in inputs):
             raise ValueError(
                 "compute_loss_func and label_smoothing_factor need batches with labels, a tensor, to be exact over "
@@ -177,7 +182,7 @@ class TrainerAdapter:
         self,
         model: Callable[..., Any],
         inputs: Mapping[str, Any],
-        number: torch.Tensor | int | None,
+        num_items_in_batch: torch.Tensor | int | None,
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         """The loss of this pipeline's batch, and the model's outputs for it, at least if `return_outputs`, without
@@ -185,7 +190,7 @@ class TrainerAdapter:
         inputs = self._without_lengths(inputs)
         figures: Figures = self.trainer.pipelines.figures(inputs)
         # Not that of the trainer's class, which may look at logits for its figures.
-        loss, outputs = Trainer.compute_loss(self.trainer, model, {**inputs}, True, number)
+        loss, outputs = Trainer.compute_loss(self.trainer, model, {**inputs}, True, num_items_in_batch)
         if self.engine.context.holds_output:
             figures.add(outputs, inputs)
         figures.note()

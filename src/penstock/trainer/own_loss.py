@@ -1,9 +1,16 @@
 """A trainer's own `compute_loss` over pipeline stages, unchanged.
 
 Without gradients it needs no help: `model(**inputs)` gives the whole output on every rank. With gradients only the last
-stage has outputs, one microbatch at a time. There `compute_loss` is called as the criterion, with a stand-in for the
-model that returns the outputs which are there. Afterwards every rank calls it once more, on the outputs of the whole
-batch: what it logs then is what it logs in one process. Each pipeline is one process of the plain trainer.
+stage has outputs, one microbatch at a time. So a training step calls `compute_loss` three times:
+
+1. To record, before the step, on each rank and microbatch: what does it call the model with? A stand-in for the model
+   ends it there (`arguments`).
+2. To share, on the last stage, as the criterion: what is the microbatch's part of the loss? A stand-in for the model
+   returns the outputs that are there (`share_of_loss`).
+3. To log, after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
+   process (`loss_and_figures_of_batch`).
+
+Each pipeline is one process of the plain trainer.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
 OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
+NEEDS_OTHERS = "its loss depends on what it gathers from other processes"
 # The rows of a batch from those of its microbatches.
 JoinRows = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # What the outputs of a batch are made into, as the last stage has made them.
@@ -63,14 +71,14 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `add_precomputed` and `when_precomputed`, `pieces` and `join_rows`, `terms`,
+    What differs between trainers: `add_precomputed` and `precomputed_attributes`, `pieces` and `join_rows`, `terms`,
     `notes_in`.
     """
 
     # Where the trainer notes figures until it logs them.
     notes_in: ClassVar[Sequence[str]] = ("_metrics",)
-    # What the trainer has set while `compute_loss` gets a batch that `add_precomputed` has returned.
-    when_precomputed: ClassVar[Mapping[str, Any]] = {}
+    # Attributes that the trainer has while `compute_loss` is given a batch from `add_precomputed`.
+    precomputed_attributes: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, trainer: Trainer, owner: type[Trainer]) -> None:
         super().__init__(trainer, owner)
@@ -130,7 +138,10 @@ class OwnLoss(TrainerAdapter):
         default = DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
         return microbatch_sizes(num_samples, options.num_microbatches, options.microbatch_size, default)
 
-    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
+    def step_inputs(
+        self, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> Mapping[str, Any]:
+        """As the base's. The number of labels is not used: TRL's losses count for themselves."""
         with torch.no_grad():
             self._whole = self.add_precomputed(inputs)
         pieces = self.pieces(self._whole)
@@ -138,11 +149,13 @@ class OwnLoss(TrainerAdapter):
             {**self.arguments(piece), BATCH: piece, SHARES: shares}
             for piece, shares in zip(pieces, self._shares(pieces).tolist(), strict=True)
         ]
-        first, samples = self.engine.place.pipeline * len(pieces), sum(map(batch_size_of, microbatches))
-        return MicrobatchedBatch(microbatches, samples, first_microbatch=first)
+        place, num_pipelines = self.engine.place.pipeline, len(self.engine.layout.pipelines)
+        samples = num_pipelines * sum(map(batch_size_of, microbatches))
+        return MicrobatchedBatch(microbatches, samples, first_microbatch=place * len(pieces))
 
     def _shares(self, pieces: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """What part each microbatch has of each of the loss's means: (microbatches, terms). All of a sum."""
+        """What part each microbatch has of each of the loss's means: (microbatches, terms). Of a term that is a sum
+        each microbatch has its own part whole: 1."""
         columns = []
         for term in self.terms():
             counts = torch.tensor([1.0 if term.count is None else term.count(one) for one in pieces]).double()
@@ -155,11 +168,12 @@ class OwnLoss(TrainerAdapter):
         return self._loss
 
     def divisor(self, inputs: Mapping[str, Any]) -> int:
-        """As DDP averages over processes, and the Trainer over the batches of an accumulation.
+        """The loss is averaged over pipelines, as DDP averages over processes; and over the batches of an accumulation,
+        unless it is divided for these already.
 
-        `loss_is_scaled_for_ga` is transformers': True in a class whose loss is divided for the accumulation already,
-        False in one that leaves this to the Trainer. With None the Trainer looks whether the loss was given the number
-        of labels in the accumulation to divide by.
+        Whether it is, transformers' `loss_is_scaled_for_ga` says: True or False in a class. With None the Trainer looks
+        whether the loss was given the number of labels in the accumulation to divide by; of the adapters with a
+        `compute_loss` of their own `UsersLoss` gives it that.
         """
         trainer = self.trainer
         scaled = trainer.loss_is_scaled_for_ga
@@ -173,7 +187,7 @@ class OwnLoss(TrainerAdapter):
     # -- compute_loss ------------------------------------------------------------------------------------------------
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What `compute_loss` calls the model with, for this batch."""
+        """What `compute_loss` calls the model with, for this part of the batch."""
         asked = _ModelRecorder(base_of(self.trainer.model).forward)
         try:
             self._compute(self._trainer_view(asked, {}), asked, batch)
@@ -186,7 +200,7 @@ class OwnLoss(TrainerAdapter):
         parts = []
         for term, share in zip(self.terms(), inputs[SHARES], strict=True):
             loss = self.loss_of_microbatch(outputs, inputs[BATCH], term.changes)
-            # The mean of none of its elements is not a number.
+            # With no element in this microbatch its mean is not a number.
             parts.append(loss * share if share else zero_loss(loss, outputs))
         return torch.stack(parts).sum()
 
@@ -198,7 +212,7 @@ class OwnLoss(TrainerAdapter):
     def loss_and_figures_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
         stand_in = _ModelStandIn(outputs)
-        with torch.no_grad(), changed(self.trainer, self.when_precomputed):
+        with torch.no_grad(), changed(self.trainer, self.precomputed_attributes):
             return self._compute(self.trainer, stand_in, self._whole)
 
     def _compute(self, trainer: Any, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -212,24 +226,23 @@ class OwnLoss(TrainerAdapter):
         vars(view).update(
             model=model,
             accelerator=_AcceleratorStandIn(self.trainer.accelerator, self.answer_without_ranks),
-            **{**notes, **self.when_precomputed, **changes},
+            **{**notes, **self.precomputed_attributes, **changes},
         )
         return view
 
     def answer_without_ranks(self, call: str, *args: Any, **kwargs: Any) -> Any:
         """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
-        gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
+        gathered is not a number, so that a loss which depends on it shows, in `check` at the latest."""
         tensors = next(iter((*args, *kwargs.values())), None)
         if call == "pad_across_processes":
             return tensors
-        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
+        return pytree.tree_map_only(torch.Tensor, lambda one: Unanswered(torch.full(one.shape, torch.nan)), tensors)
 
     def check(self, whole: torch.Tensor, summed: torch.Tensor) -> None:
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
         else warns, once, if they differ or routers were split."""
         if torch.isnan(summed) and not torch.isnan(whole):
-            name = f"{self.owner.__name__}.compute_loss"
-            raise not_over_pipelines(name, "its loss depends on what it gathers from other processes")
+            raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", NEEDS_OTHERS)
         # More than sums in another order make of it.
         apart = abs(whole - summed) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))
         routed = getattr(self.trainer, "aux_loss_enabled", False) and self.engine.last_step.num_microbatches > 1
@@ -247,10 +260,10 @@ class OwnLoss(TrainerAdapter):
         self,
         model: Callable[..., Any],
         inputs: Mapping[str, Any],
-        number: torch.Tensor | int | None,
+        num_items_in_batch: torch.Tensor | int | None,
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        given = {"return_outputs": return_outputs, "num_items_in_batch": number}
+        given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
         found = self.trainer.compute_loss_below(model, {**inputs}, **given)
         return found if return_outputs else (found, None)
 
@@ -294,8 +307,9 @@ class OutputsOfStep:
 
 
 def join_outputs(outputs: Sequence[Mapping[str, Any]], shares: Sequence[float], join_rows: JoinRows) -> dict[str, Any]:
-    """The fields of the output of a batch from those of its microbatches, also inside tuples. A number, such as the
-    loss of routers, is weighted as it was trained: by the `shares` of the microbatches in the loss's first mean."""
+    """The fields of the output of a batch from those of its microbatches, also inside tuples. A tensor of shape
+    (), such as the loss of routers, is weighted as it was trained: by the `shares` of the microbatches in the loss's
+    first mean. What is no tensor is that of the first microbatch."""
     found: dict[str, Any] = {}
     for name in dict.fromkeys(chain(*outputs)):
         having = [index for index, output in enumerate(outputs) if output.get(name) is not None]
@@ -324,7 +338,7 @@ class _ModelIsCalled(BaseException):
 
 
 class _ModelRecorder:
-    """Stands for the model, of this `forward`, where it is asked what it is called with."""
+    """Stands for a model with this `forward`: the call of it ends `compute_loss`, and says what the arguments are."""
 
     training = True
 
@@ -348,6 +362,21 @@ class _ModelStandIn:
             raise not_over_pipelines("compute_loss", "it calls the model a second time, of which there are no outputs")
         self._called = True
         return self._outputs
+
+
+class Unanswered(torch.Tensor):
+    """Stands for what would be gathered. It is on the CPU, so that no host waits for its device when it is logged.
+    torch's error where it meets a tensor of another device is that of a loss which depends on it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
+        except RuntimeError as error:
+            leaves = pytree.tree_leaves((args, kwargs))
+            if len({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}) > 1:
+                raise not_over_pipelines("compute_loss", NEEDS_OTHERS) from error
+            raise
 
 
 class _AcceleratorStandIn:

@@ -89,8 +89,9 @@ class Pipelines(ABC):
         before, although it has loaded no checkpoint."""
 
     @abstractmethod
-    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
-        """Forward and backward of a batch. Returns its loss over all pipelines, on every rank: ()."""
+    def step(self, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
+        """Forward and backward of a batch; see `TrainerAdapter.step_inputs`. Returns its loss over all pipelines, on
+        every rank: ()."""
 
     @abstractmethod
     def figures(self, inputs: Mapping[str, Any]) -> Figures:
@@ -175,12 +176,12 @@ class EqualPipelines(Pipelines):
     def begin_epoch(self, epoch: int) -> bool:
         return False
 
-    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+    def step(self, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """Gradients are summed over pipelines with the last batch of an accumulation: the Trainer calls this for each
         batch, and for all but the last inside `accelerator.no_sync(model)`, which is `PipelineModel.no_sync`."""
         trainer, adapter, engine = self.trainer, self.adapter, self.engine
         batch = trainer._prepare_inputs(inputs)
-        inputs = adapter.step_inputs(batch, number)
+        inputs = adapter.step_inputs(batch, num_items_in_batch)
         divisor, figures = adapter.divisor(inputs), self.figures(batch)
         with trainer.compute_loss_context_manager():
             loop = engine.train(inputs, adapter.criterion)

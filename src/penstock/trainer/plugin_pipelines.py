@@ -73,7 +73,7 @@ class CountingBooster(Booster):
                 with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
                     total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
                 number = torch.tensor(total, device=engine.device)
-        return self._pipelines.adapter.with_number(batch, number)
+        return self._pipelines.adapter.with_num_items(batch, number)
 
 
 class PluginPipelines(Pipelines):
@@ -284,7 +284,7 @@ class PluginPipelines(Pipelines):
         self._batches = iter(loader)
         return True  # a process that joins a run has loaded none
 
-    def step(self, inputs: Any, number: torch.Tensor | int | None) -> torch.Tensor:
+    def step(self, inputs: Any, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
         """A step on the next global batch; the Trainer's own batches are empty."""
         assert self._batches is not None
         done = self.booster.execute_pipeline(self._batches, self.trainer.model, self.adapter.criterion)

@@ -34,8 +34,11 @@ class UsersLoss(OwnLoss):
     def name(self) -> str:
         return f"{self.owner.__name__}.compute_loss"
 
-    def step_inputs(self, inputs: Mapping[str, Any], number: torch.Tensor | int | None) -> Mapping[str, Any]:
-        given = {**inputs, **({} if number is None else {NUM_ITEMS: torch.as_tensor(number)})}
+    def step_inputs(
+        self, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None
+    ) -> Mapping[str, Any]:
+        number = {} if num_items_in_batch is None else {NUM_ITEMS: torch.as_tensor(num_items_in_batch)}
+        given = {**inputs, **number}
         arguments = self.arguments(given)
         for name in given.keys() & arguments.keys():
             if given[name] is not arguments[name]:

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
+from penstock.modeling.graph.dataflow import Untraceable
 from penstock.modeling.graph.meta_operations import AssumedValues, KnownValues, RememberedOperations, TraceFacts
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
@@ -30,6 +31,9 @@ MAX_REMEMBERED = 4096
 
 # Of these arguments all that a shape depends on is in `_shape_key`.
 _SHARED = (torch.Tensor, bool, int, float, str, type(None))
+
+# With these a unit refuses the model. With any other exception it cannot run on meta tensors, and something is assumed.
+_REFUSALS = (Untraceable, OwnCollective)
 
 # Stands for a tensor where shape and dtype do not matter.
 SOME_TENSOR = TensorSpec((), torch.float32)
@@ -109,7 +113,7 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(tree) if unknown else (leaves, spec)
 
 
-class ChangesArgument(NotImplementedError):
+class ChangesArgument(Untraceable):
     """A unit changes a list, dictionary or data class among its arguments in place."""
 
 
@@ -200,7 +204,7 @@ class ShapeFunctions:
             for values in ways:
                 try:
                     found = self._attempt(name, leaves, spec, False, values, training=training)
-                except (OwnCollective, ChangesArgument):
+                except _REFUSALS:
                     raise
                 except Exception as error:
                     failures[values] = error
@@ -388,7 +392,7 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return run(*args, **kwargs)
-            except OwnCollective:
+            except _REFUSALS:
                 raise
             except Exception:
                 given = flatten((args, kwargs))[0]

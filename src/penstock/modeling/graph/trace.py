@@ -31,6 +31,7 @@ from penstock.modeling.graph.dataflow import (
     Sources,
     TensorInsideUnit,
     TensorOutsideUnits,
+    Untraceable,
     Value,
 )
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
@@ -114,12 +115,6 @@ class Trace(ForwardFacts):
     controls: tuple[tuple[int, Sources], ...]
     shapes: Mapping[Value, TensorSpec]
     output_shapes: Shapes
-
-
-class Untraceable(Exception):
-    """The forward cannot be followed; the message says why."""
-
-    num_calls = 0
 
 
 class UnitInAutogradFunction(Untraceable):

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.graph.dataflow import ReachedInside
+from penstock.modeling.graph.dataflow import ReachedInside, Untraceable
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dummy_inputs, refuse_arguments
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
-from penstock.modeling.graph.trace import ChangedBuffer, Trace, UnitInAutogradFunction, Untraceable, trace
+from penstock.modeling.graph.trace import ChangedBuffer, Trace, UnitInAutogradFunction, trace
 from penstock.modeling.instrumentation import Interceptor, known_of
 from penstock.modeling.libraries import base_of, is_adapter_layer, modules_inside
 from penstock.modeling.weights.whole import unit_of

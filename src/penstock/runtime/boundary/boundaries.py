@@ -117,8 +117,9 @@ class Boundaries:
 
 
 class LocalBoundary:
-    """A boundary between two stages of this rank, whose values are handed over in memory. Has the methods of
-    `BoundaryToNext` for the stage before it and those of `BoundaryToPrevious` for the other."""
+    """A boundary between two stages of this rank, whose values are handed over in memory. For the stage before it, it
+    has those methods of `BoundaryToNext` that a step calls, and for the other those of `BoundaryToPrevious`. Nothing is
+    posted here, and the loss is known."""
 
     def __init__(self) -> None:
         self._activations: dict[int, Sequence[torch.Tensor]] = {}

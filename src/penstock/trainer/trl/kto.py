@@ -33,8 +33,8 @@ class KTO(AgainstReference):
             raise not_over_pipelines("KTOTrainer with images", "leave them out of the data set")
 
     @property
-    def when_precomputed(self) -> Mapping[str, Any]:  # type: ignore[override]  # read only
-        return {**super().when_precomputed, "_compute_kl_logps": lambda model, batch: self._mismatched}
+    def precomputed_attributes(self) -> Mapping[str, Any]:  # type: ignore[override]  # read only
+        return {**super().precomputed_attributes, "_compute_kl_logps": lambda model, batch: self._mismatched}
 
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         trainer = self.trainer

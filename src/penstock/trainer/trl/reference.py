@@ -19,7 +19,7 @@ class AgainstReference(OwnLoss):
     """A trainer whose loss compares the model with a reference: the base of its adapters, or a second model over the
     same stages. The reference's figures are computed before the step, as if they were precomputed."""
 
-    when_precomputed: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
+    precomputed_attributes: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
 
     @abstractmethod
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

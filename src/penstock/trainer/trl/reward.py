@@ -35,10 +35,10 @@ class Reward(OwnLoss):
         self,
         model: Callable[..., Any],
         inputs: Mapping[str, Any],
-        number: torch.Tensor | int | None,
+        num_items_in_batch: torch.Tensor | int | None,
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         def without_margin(margin: Any = None, **arguments: Any) -> Any:
             return model(**arguments)
 
-        return super().evaluate(without_margin, inputs, number, return_outputs)
+        return super().evaluate(without_margin, inputs, num_items_in_batch, return_outputs)
