@@ -99,7 +99,7 @@ def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChanne
         board: Any = Board()
         groups = [group]
         board.channels = P2PChannels(lambda boundary, kind: groups.pop(), lambda stage: 7, torch.device("cpu"), board)
-        return board.channels.channel(2, Message.GRADIENT, behind=False)
+        return board.channels.channel(2, Message.GRADIENT, downstream=False)
 
     return make
 

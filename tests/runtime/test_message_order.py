@@ -268,7 +268,7 @@ def test_types_that_nccl_has_not_travel_as_bytes(monkeypatch: pytest.MonkeyPatch
     group: Any = Group()
     board: Any = None
     channels = P2PChannels(lambda boundary, kind: group, lambda stage: 1, torch.device("cuda"), board)
-    channel = channels.channel(0, Message.ACTIVATION, behind=True)
+    channel = channels.channel(0, Message.ACTIVATION, downstream=True)
     odd = [torch.tensor(3, dtype=torch.int16), torch.tensor([1 + 2j]), torch.tensor([True, False])]
     for tensors in (odd[:1], odd):
         channel.send(tensors)

@@ -180,9 +180,11 @@ class Series:
                 self._families[family] = first, of_first, True if list(of_first) == list(specs) else None
 
 
-def series_over(channels: P2PChannels, boundary: int, behind: bool, device: torch.device) -> Series:
-    """The series of activations over a boundary; `behind` if this rank holds the stage behind it, and takes."""
-    headers, activations = (channels.channel(boundary, kind, behind) for kind in (Message.HEADER, Message.ACTIVATION))
+def series_over(channels: P2PChannels, boundary: int, downstream: bool, device: torch.device) -> Series:
+    """The series of activations over a boundary; `downstream` if this rank holds the stage after it, and takes."""
+    headers, activations = (
+        channels.channel(boundary, kind, downstream) for kind in (Message.HEADER, Message.ACTIVATION)
+    )
     return Series([headers], [activations], device, lambda tensors: refuse_elsewhere(tensors, device, boundary))
 
 

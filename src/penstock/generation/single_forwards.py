@@ -67,11 +67,13 @@ class SingleForwards:
         # The series over the boundaries to other ranks, by the stage of this rank.
         self._from_previous, self._to_next = (
             {
-                stage: series_over(self._channels, boundary, behind, self._device)
-                for stage, boundary, neighbour in ((each, each - behind, each + (-1 if behind else 1)) for each in own)
+                stage: series_over(self._channels, boundary, downstream, self._device)
+                for stage, boundary, neighbour in (
+                    (each, each - downstream, each + (-1 if downstream else 1)) for each in own
+                )
                 if 0 <= neighbour <= last and neighbour not in own
             }
-            for behind in (True, False)
+            for downstream in (True, False)
         )
         for series in (*self._from_previous.values(), *self._to_next.values()):
             context.board.on_abort(series.clear)

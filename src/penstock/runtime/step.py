@@ -305,9 +305,9 @@ class TrainingStep:
                 output.loss = loss
             live.output = live.loss = None
         else:
-            assert self._boundaries.top is not None
-            value = self._boundaries.top.recv_loss()
-            live.connected = self._boundaries.top.has_all_gradients(microbatch, len(live.sent))
+            assert self._boundaries.after_top is not None
+            value = self._boundaries.after_top.recv_loss()
+            live.connected = self._boundaries.after_top.has_all_gradients(microbatch, len(live.sent))
             loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
             output = StageOutput(loss, self._inputs.plans[microbatch].fields)
         for channel in self._boundaries.losses_to:

@@ -322,7 +322,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     @replaces_trainer_method
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the optimizer's state, a file from each rank that keeps a part, and the scheduler's as the Trainer does."""
+        """Write the optimizer's state, each rank its part, and the scheduler's as the Trainer does."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_FILE))
         save_optimizer_state(self.optimizer, self.pipelines.engine, output_dir)

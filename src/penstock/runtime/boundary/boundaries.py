@@ -6,23 +6,26 @@ header; both sides remember it, so later receives are posted ahead with no messa
 at the latest when the message is taken, and with gloo as far ahead as there is room; see
 `P2PChannels.receives_ahead`.
 
-A value may get no gradient at all (a `detach`, a branch that nothing uses). The previous stage must know, as weights
-that only feed such a value have no gradient then, and not zeros, which an optimizer with weight decay would apply. The
-message of gradients has zeros in its place, so that receives may be posted whatever comes. Beside it goes, from host to
-host, which gradients there are: once in each step, with its first backward, and again only until every value has had
-one in that step. From then on zeros do no harm, as the weights they reach have a gradient by then, unless gradients end
-elsewhere in each microbatch: a warning says so. So the hosts of a pipeline pass one small message on in a step, and
-none waits for its device: whether a gradient is there the host of the next stage knows when it has enqueued its
-backward.
+A value may get no gradient at all (a `detach`, a branch that nothing uses), and the previous stage must know of it:
+
+- Why: weights that only feed such a value have no gradient then. Zeros are something else: an optimizer with weight
+  decay would apply them.
+- What is sent: the message of gradients has zeros in the place of one that is missing, so that its receive may be
+  posted ahead. Beside it goes a message of flags, which gradients there are, from host to host. No host waits for its
+  device: the host of the next stage knows the flags when it has enqueued its backward.
+- When: with the first backward of a step, and with further ones until every value has had a gradient in that step. That
+  is one small message in most steps.
+- Why it may stop then: the weights that zeros reach have a gradient by then, to which zeros add nothing. A warning says
+  so if gradients end elsewhere in each microbatch, as then there may be weights that have none.
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, call, is_not, or_
 
 import torch
 
@@ -41,16 +44,17 @@ LOSS_DTYPE = torch.float64
 BYTES_AHEAD = 1 << 20
 # Signatures that are remembered. All ranks of a pipeline see the same ones, so all forget at the same time.
 MAX_SIGNATURES = 4096
-_gradient = attrgetter("grad")
-_is_there = partial(is_not, None)
+_gradient = operator.attrgetter("grad")
+_is_there = partial(operator.is_not, None)
 # A tuple that is equal to the tensor's `TensorSpec`, made without a call of Python.
-_spec_of = attrgetter(*TensorSpec._fields)
+_spec_of = operator.attrgetter(*TensorSpec._fields)
 
 
 class Boundaries:
     """The boundaries around the stages of one rank: `to_previous[stage]`, and `to_next[stage]` unless it is the last.
 
-    `top` is the one behind the rank's last stage, over which losses come; None on the rank of the pipeline's last one.
+    `after_top` is the boundary after the last stage of this rank, over which it is sent losses; None on the rank that
+    has the pipeline's last stage.
     """
 
     def __init__(self, channels: P2PChannels, stage_to_rank: Sequence[int], pipeline_rank: int, device: torch.device):
@@ -58,8 +62,8 @@ class Boundaries:
         self._signatures = _Signatures()
         self.to_previous: dict[int, BoundaryToPrevious | LocalBoundary] = {}
         self.to_next: dict[int, BoundaryToNext | LocalBoundary] = {}
-        self.top: BoundaryToNext | None = None
-        # Over which the ranks that learn a loss from this one are told it.
+        self.after_top: BoundaryToNext | None = None
+        # The channels to the ranks that learn a loss from this one.
         self.losses_to: list[P2PChannel] = []
         last = len(stage_to_rank) - 1
         stages = [stage for stage, holder in enumerate(stage_to_rank) if holder == pipeline_rank]
@@ -77,9 +81,9 @@ class Boundaries:
             elif stage < last:
                 with_loss = carries_loss(stage, stage_to_rank)
                 self.to_next[stage] = BoundaryToNext(channels, stage, False, with_loss, self._signatures, device)
-        behind_last = self.to_next.get(stages[-1])
-        if isinstance(behind_last, BoundaryToNext):
-            self.top = behind_last
+        after_top = self.to_next.get(stages[-1])
+        if isinstance(after_top, BoundaryToNext):
+            self.after_top = after_top
 
     def begin(
         self,
@@ -106,10 +110,11 @@ class Boundaries:
                 self.to_next[stage].begin(backward, crossing[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
+        """Post the receives of the messages that these steps will use."""
         for user in users:
             if user.kind not in (Kind.F, Kind.B):
-                assert self.top is not None
-                self.top.post_loss()
+                assert self.after_top is not None
+                self.after_top.post_loss()
                 continue
             boundary = self.to_previous[user.stage] if user.kind == Kind.F else self.to_next[user.stage]
             assert not isinstance(boundary, LocalBoundary)
@@ -159,15 +164,19 @@ class NoPreviousStage(LocalBoundary):
 
 
 class _RemoteBoundary:
-    """A boundary between a stage of this rank and one of another rank, between the stages `boundary` and `boundary +
-    1`. `behind`: whether this rank holds the second of the two; `with_loss`: whether `losses` come back over it, as the
-    rank before it has not seen them."""
+    """A boundary between the stages `boundary` and `boundary + 1`, one of which this rank holds, and another rank the
+    other.
+
+    Args:
+        downstream: whether this rank holds the stage after the boundary.
+        with_loss: whether `losses` come back over it, as the rank before it has not seen them.
+    """
 
     def __init__(
         self,
         channels: P2PChannels,
         boundary: int,
-        behind: bool,
+        downstream: bool,
         with_loss: bool,
         signatures: _Signatures,
         device: torch.device,
@@ -178,13 +187,13 @@ class _RemoteBoundary:
         self._signatures = signatures
         self._device = device
         self._receives_ahead = channels.receives_ahead
-        self._headers = channels.channel(boundary, Message.HEADER, behind)
-        self._activations = channels.channel(boundary, Message.ACTIVATION, behind)
-        self._gradients = channels.channel(boundary, Message.GRADIENT, behind)
-        self._presence = channels.channel(boundary, Message.PRESENCE, behind)
-        self.losses = channels.channel(boundary, Message.LOSS, behind) if with_loss else None
+        self._headers = channels.channel(boundary, Message.HEADER, downstream)
+        self._activations = channels.channel(boundary, Message.ACTIVATION, downstream)
+        self._gradients = channels.channel(boundary, Message.GRADIENT, downstream)
+        self._presence = channels.channel(boundary, Message.PRESENCE, downstream)
+        self.losses = channels.channel(boundary, Message.LOSS, downstream) if with_loss else None
         # What crosses, by signature, in this step's state of the stages before.
-        self._known: dict[int, _Values] = {}
+        self._values: dict[int, _Values] = {}
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
         # Which gradients there have been in this step, for each kind of values that may have one.
@@ -197,11 +206,11 @@ class _RemoteBoundary:
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
         self._present, self._complete = {}, (None, 0)
-        self._known = self._signatures.learned.setdefault((self._boundary, state), {})
+        self._values = self._signatures.learned.setdefault((self._boundary, state), {})
 
-    def _present_so_far(self, microbatch: int, count: int) -> list[bool] | None:
-        """Which of the `count` values of a microbatch that may have a gradient have had one in this step, in any
-        microbatch; None if all have. Alike on both sides."""
+    def _incomplete_presence(self, microbatch: int, count: int) -> list[bool] | None:
+        """For each of the `count` values of a microbatch that may have a gradient, whether it has had one in this step,
+        in any microbatch. None once all have: then no flags are sent. Alike on both sides."""
         kind = self._crossing[microbatch], count
         if kind == self._complete:
             return None
@@ -213,18 +222,20 @@ class _RemoteBoundary:
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
         """What crosses for inputs of a signature that is new, remembered."""
-        values = self._known[signature] = _Values(specs, self._device, self._receives_ahead)
+        values = self._values[signature] = _Values(specs, self._device, self._receives_ahead)
         return values
 
 
 class BoundaryToPrevious(_RemoteBoundary):
+    """The boundary before a stage of this rank: activations come over it, gradients and losses go."""
+
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
     def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         super().begin(order, crossing, state)
         self._expected = deque()
-        self.post_ahead()
+        self._post_ahead()
 
     def recv_forward(self, microbatch: int) -> list[torch.Tensor]:
         """The values that cross into the stage, as leaves that require a gradient where one will travel back."""
@@ -235,7 +246,7 @@ class BoundaryToPrevious(_RemoteBoundary):
         tensors = self._activations.receive()
         values = self._expected.popleft()
         if self._unposted:
-            self.post_ahead()
+            self._post_ahead()
         for tensor, spec in zip(tensors, values.specs, strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
@@ -245,10 +256,10 @@ class BoundaryToPrevious(_RemoteBoundary):
         """Send the gradients of `leaves`, the values the stage received that require one, in order."""
         gradients = list(map(_gradient, leaves))
         flags = list(map(_is_there, gradients))
-        present = self._present_so_far(microbatch, len(leaves))
-        if present is not None:
+        incomplete = self._incomplete_presence(microbatch, len(leaves))
+        if incomplete is not None:
             self._presence.send([torch.tensor(flags, dtype=torch.int64)])
-            present[:] = map(or_, present, flags)
+            incomplete[:] = map(operator.or_, incomplete, flags)
         elif not all(flags):
             self._warn_of_zeros()
         if not all(flags):
@@ -270,9 +281,10 @@ class BoundaryToPrevious(_RemoteBoundary):
         for their header first."""
         if not self._crossing[microbatch]:
             return
-        self._unposted.pop()
+        due = self._unposted.pop()
+        assert due == microbatch
         signature = self._signatures.numbers[microbatch]
-        values = self._known.get(signature)
+        values = self._values.get(signature)
         if values is None:
             if not self._headers.posted:
                 self._post_header(microbatch)
@@ -280,13 +292,13 @@ class BoundaryToPrevious(_RemoteBoundary):
         self._activations.post_receive(values.buffers())
         self._expected.append(values)
 
-    def post_ahead(self) -> None:
+    def _post_ahead(self) -> None:
         """Post receives as far as shapes are known and there is room; for a new shape, that of the header."""
         if not self._receives_ahead:
             return
         unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
         while unposted:
-            values = self._known.get(numbers[unposted[-1]])
+            values = self._values.get(numbers[unposted[-1]])
             if values is None:
                 if not channel.posted and not self._headers.posted:
                     self._post_header(unposted[-1])
@@ -302,6 +314,8 @@ class BoundaryToPrevious(_RemoteBoundary):
 
 
 class BoundaryToNext(_RemoteBoundary):
+    """The boundary after a stage of this rank: activations go over it, gradients and losses come."""
+
     # What was sent and not answered, by microbatch.
     _sent: dict[int, _Values]
     # Losses whose receives are not posted yet.
@@ -318,7 +332,7 @@ class BoundaryToNext(_RemoteBoundary):
         if not self._crossing[microbatch]:
             return
         signature = self._signatures.numbers[microbatch]
-        values = self._known.get(signature)
+        values = self._values.get(signature)
         if values is None:
             refuse_elsewhere(tensors, self._device, self._boundary)
             values = self._learn(map(TensorSpec.of, tensors), signature)
@@ -343,7 +357,7 @@ class BoundaryToNext(_RemoteBoundary):
 
     def has_all_gradients(self, microbatch: int, count: int) -> bool:
         """Whether `recv_backward` will give one for each of the `count` values sent that require one."""
-        return self._present_so_far(microbatch, count) is None
+        return self._incomplete_presence(microbatch, count) is None
 
     def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
         """Gradients of the values sent that require one, in order; None where there is none."""
@@ -352,11 +366,11 @@ class BoundaryToNext(_RemoteBoundary):
         if not self._gradients.posted:
             self.post(microbatch)
         gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
-        present = self._present_so_far(microbatch, len(gradients))
-        if present is not None:
+        incomplete = self._incomplete_presence(microbatch, len(gradients))
+        if incomplete is not None:
             self._presence.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
             flags = list(map(bool, self._presence.receive()[0].tolist()))
-            present[:] = map(or_, present, flags)
+            incomplete[:] = map(operator.or_, incomplete, flags)
             gradients = [one if flag else None for one, flag in zip(gradients, flags, strict=True)]
         del self._sent[microbatch]
         # The gradient has arrived, so the activation it belongs to has been sent.
@@ -370,7 +384,8 @@ class BoundaryToNext(_RemoteBoundary):
         are of known shapes."""
         if not self._crossing[microbatch]:
             return
-        self._unposted.pop()
+        due = self._unposted.pop()
+        assert due == microbatch
         values = self._values_of(microbatch)
         assert values is not None
         self._gradients.post_receive(values.gradient_buffers())
@@ -381,7 +396,7 @@ class BoundaryToNext(_RemoteBoundary):
         self.losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
 
     def _values_of(self, microbatch: int) -> _Values | None:
-        return self._sent.get(microbatch) or self._known.get(self._signatures.numbers[microbatch])
+        return self._sent.get(microbatch) or self._values.get(self._signatures.numbers[microbatch])
 
     def _post_ahead(self) -> None:
         """Post receives as far as shapes are known and there is room."""
@@ -390,7 +405,7 @@ class BoundaryToNext(_RemoteBoundary):
             values = self._values_of(unposted[-1])
             if values is None or len(channel.posted) >= values.gradients_ahead:
                 return
-            if self._losses_unposted >= len(unposted):
+            if self._losses_unposted >= len(unposted):  # a microbatch's loss comes before its gradients
                 self.post_loss()
             unposted.pop()
             channel.post_receive(values.gradient_buffers())
@@ -408,10 +423,10 @@ class _Values:
         self._gradient_buffers = [_maker(spec, device) for spec in gradients]
 
     def buffers(self) -> list[torch.Tensor]:
-        return list(map(call, self._buffers))
+        return list(map(operator.call, self._buffers))
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        return list(map(call, self._gradient_buffers))
+        return list(map(operator.call, self._gradient_buffers))
 
     def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
         return list(map(_spec_of, tensors)) == self.specs
@@ -422,19 +437,19 @@ class _Signatures:
     `learned` of each is by boundary, and by the state of the stages before."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, int] = {}
+        self._number_of: dict[Hashable, int] = {}
         self.learned: dict[Hashable, dict[int, _Values]] = {}
         self.numbers: list[int] = []
 
     def begin(self, signatures: Iterable[Hashable]) -> None:
-        if len(self._known) >= MAX_SIGNATURES:
-            self._known.clear()
+        if len(self._number_of) >= MAX_SIGNATURES:
+            self._number_of.clear()
             self.learned.clear()
         self.numbers = []
         previous, number = None, -1
         for signature in signatures:
             if signature is not previous:
-                previous, number = signature, self._known.setdefault(signature, len(self._known))
+                previous, number = signature, self._number_of.setdefault(signature, len(self._number_of))
             self.numbers.append(number)
 
 

@@ -48,7 +48,8 @@ class Message(IntEnum):
 
 
 NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
-# Several tensors of one message get tags of their own.
+# The tensors of one message have tags of their own. Further ones have those of the next kind, which is harmless: only
+# activations and gradients can be so many, and the kind after either goes by another group (`Groups.p2p_group`).
 TAGS_PER_CHANNEL = 64
 # Receives of a channel that gloo may have posted before the one being waited for is used. One hides the latency, the
 # second the jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender,
@@ -224,14 +225,14 @@ class P2PChannels:
         self.on_wait: Callable[[float, float], None] | None = None
         self.labels = False
 
-    def channel(self, boundary: int, kind: Message, behind: bool, peer: int | None = None) -> P2PChannel:
-        """The channel of `kind` over `boundary`; `behind` if this rank holds the stage behind it. Results cross no
+    def channel(self, boundary: int, kind: Message, downstream: bool, peer: int | None = None) -> P2PChannel:
+        """The channel of `kind` over `boundary`; `downstream` if this rank holds the stage after it. Results cross no
         boundary: in its place stands the pipeline rank that they are for, and `peer` is the global rank at the other
         end."""
         channel = self._channels.get((boundary, kind))
         if channel is None:
             if peer is None:
-                peer = self._peer_of(boundary if behind else boundary + 1)
+                peer = self._peer_of(boundary if downstream else boundary + 1)
             group = self._group_for(boundary, kind)
             channel = self._channels[boundary, kind] = P2PChannel(self, boundary, kind, group, peer)
         return channel
@@ -242,9 +243,11 @@ class P2PChannels:
         for boundary in boundaries:
             if boundary not in stages and boundary + 1 not in stages:
                 continue
-            behind = boundary + 1 in stages
-            forward, back = (self.channel(boundary, kind, behind) for kind in (Message.ACTIVATION, Message.GRADIENT))
-            if behind:
+            downstream = boundary + 1 in stages
+            forward, back = (
+                self.channel(boundary, kind, downstream) for kind in (Message.ACTIVATION, Message.GRADIENT)
+            )
+            if downstream:
                 forward.post_receive([torch.zeros(1, device=self._device)])
                 back.send(forward.receive())
             else:
