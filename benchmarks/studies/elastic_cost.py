@@ -36,8 +36,8 @@ from penstock.elastic.moving import from_live_ranks
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
-from penstock.runtime.formation import forming, parallelize
-from penstock.runtime.reforming import reform
+from penstock.runtime.formation import new_job, parallelize
+from penstock.runtime.reforming import change_layout
 from penstock.schedule import build
 
 # Of a step that is timed, and of a run that loses a process.
@@ -151,7 +151,7 @@ def move_rank(folder: Path, rounds: int) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(str(generation), store), rank=rank, world_size=2)
 
     meet()
-    with forming() as board:
+    with new_job() as board:
         engine = parallelize(model, layouts[0], partial(build, "1f1b", 2), board)
     attach(model, engine)
     batch = {"input_ids": torch.ones(4, 16, dtype=torch.long), "labels": torch.ones(4, 16, dtype=torch.long)}
@@ -181,7 +181,7 @@ def move_rank(folder: Path, rounds: int) -> None:
                 if isinstance(value, torch.Tensor)
             )
 
-        reform(engine, layouts[number % 2], values=fill)
+        change_layout(engine, layouts[number % 2], fill_values=fill)
         dist.all_reduce(size, dist.ReduceOp.MAX)
         sends = rank == (number + 1) % 2
         plain = torch.ones(int(size) if sends else 0, dtype=torch.uint8)

@@ -29,8 +29,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
-from penstock.runtime.formation import forming, parallelize
-from penstock.runtime.reforming import reform
+from penstock.runtime.formation import new_job, parallelize
+from penstock.runtime.reforming import change_layout
 from penstock.schedule import build
 
 CONFIG = {"n_layer": 12, "n_embd": 384, "n_head": 6, "vocab_size": 512, "n_positions": 128}
@@ -68,7 +68,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             return layout, partial(build, "1f1b", depths[layout.place_of(rank).pipeline])
 
         meet()
-        with forming() as board:
+        with new_job() as board:
             engine = parallelize(model, *makers(layouts[0]), board)
         attach(model, engine)
         phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -83,7 +83,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             meet()
             times.append(time.perf_counter())
             layout, make_schedule = makers(layouts[number % 2])
-            reform(engine, layout, make_schedule, values=lambda engine, taken, had: None)
+            change_layout(engine, layout, make_schedule, fill_values=lambda engine, taken, had: None)
             times.append(time.perf_counter())
             for phase, start, end in zip(PHASES, (*times[:3], times[0]), (*times[1:], times[3]), strict=True):
                 phases[phase].append(end - start)

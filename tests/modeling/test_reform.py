@@ -39,7 +39,7 @@ def fill(part: SplitModel, whole: nn.Module) -> None:
 
 def place(parts: Sequence[SplitModel], stages: Sequence[Sequence[str]], ranks: Ranks, whole: nn.Module) -> None:
     for part, local in zip(parts, ranks, strict=True):
-        part.reform(stages, local)
+        part.change_stages(stages, local)
         fill(part, whole)
 
 
@@ -118,7 +118,7 @@ def test_a_tied_weight_that_moves_within_a_rank_is_not_lost() -> None:
     units = list_units(whole)
     part = SplitModel(copy.deepcopy(whole), cut(units, 2), [0])
     weight = part.model.transformer.wte.weight
-    part.reform(cut(units, 2), [1])
+    part.change_stages(cut(units, 2), [1])
     assert part.model.lm_head.weight is weight
     assert "transformer.wte.weight" not in {**part.taken, **part.released}
     assert torch.equal(weight, whole.transformer.wte.weight)
@@ -144,7 +144,7 @@ def test_buffers_come_back_and_those_of_no_checkpoint_with_their_values() -> Non
     stages = [["first"], ["norm", "last"]]
     part = SplitModel(model, stages, [0])
     assert not list(model.norm.buffers())
-    part.reform(stages, [1])
+    part.change_stages(stages, [1])
     assert set(part.taken) == {
         *("norm.weight", "norm.bias", "last.weight"),
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
@@ -163,7 +163,7 @@ def test_a_unit_comes_back_in_the_models_present_type() -> None:
     part = SplitModel(copy.deepcopy(whole), stages, [0])
     part.model.to(torch.bfloat16)
     assert part.model.lm_head.weight.dtype == torch.bfloat16
-    part.reform(stages, [1])
+    part.change_stages(stages, [1])
     assert {parameter.dtype for parameter in part.model.parameters()} == {torch.bfloat16}
 
 
@@ -195,7 +195,7 @@ def test_under_tensor_parallelism_a_unit_comes_back_as_it_would_have_been_split(
     units = list_units(whole)
     part = sharded(copy.deepcopy(whole), cut(units, 2), [0])
     for stages, local in ((cut(units, 3), [1]), (cut(units, 2), [1]), (cut(units, 2), [0])):
-        part.reform(stages, local)
+        part.change_stages(stages, local)
         fresh = sharded(copy.deepcopy(whole), stages, local)
         found = dict(part.model.named_parameters(remove_duplicate=False))
         expected = dict(fresh.model.named_parameters(remove_duplicate=False))
@@ -218,7 +218,7 @@ def test_many_placements_leave_nothing_behind() -> None:
 
     def turn() -> tuple[int, int, int]:
         for stages, local in ((cut(units, 2), [1]), (cut(units, 3), [1]), (cut(units, 2), [0])):
-            part.reform(stages, local)
+            part.change_stages(stages, local)
             fill(part, whole)
             part.plan(batch("causal"))
         gc.collect()

@@ -21,7 +21,7 @@ from penstock import HeterogeneousParallelPlugin
 from penstock.runtime.comm import bootstrap
 from penstock.runtime.comm.devices import backend, local_device, use_local_device
 from penstock.runtime.failures.board import PipelineFailure
-from penstock.runtime.formation import forming
+from penstock.runtime.formation import new_job
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import parallelize
@@ -102,7 +102,7 @@ def devices_of_a_job(uuids: list[str], by_user: bool) -> tuple[str, list[tuple[s
             torch.accelerator, "set_device_index", lambda index: (done.append(("device", index)), remember(index))
         ):
             try:
-                with forming() as board:
+                with new_job() as board:
                     board.retire()
                     return "formed", done
             except Exception as error:

@@ -27,9 +27,9 @@ from penstock.model.pipeline_model import attach
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.failures import ring
-from penstock.runtime.formation import forming, parallelize
+from penstock.runtime.formation import new_job, parallelize
 from penstock.runtime.options import EngineOptions
-from penstock.runtime.reforming import reform
+from penstock.runtime.reforming import change_layout
 from penstock.schedule import build
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
@@ -109,14 +109,14 @@ def train_through_formations(family: str, schedule: str) -> list[tuple[float, di
             make_schedule = partial(build, schedule if depth > 1 else "1f1b", depth)
             moving = from_live_ranks(optimizer)
             if engine is None:
-                with forming() as board:
+                with new_job() as board:
                     engine = parallelize(
                         model, layout, make_schedule, board, OPTIONS,
-                        values=moving if generation else None,
+                        fill_values=moving if generation else None,
                     )  # fmt: skip
                 attach(model, engine)
             else:
-                reform(engine, layout, make_schedule, values=moving)
+                change_layout(engine, layout, make_schedule, fill_values=moving)
             for step in range(generation * NUM_STEPS, (generation + 1) * NUM_STEPS):
                 optimizer.zero_grad()
                 run_step(model, rows(batch_of(family, step), model.data_parallel_rank, model.data_parallel_size))
@@ -158,11 +158,11 @@ def reform_often(times: int) -> list[tuple[int, int, int, int]]:
         depths = (2,) if generation % 2 else (1, 1)
         layout, make_schedule = place(units, depths), partial(build, "zb-h1" if depths == (2,) else "1f1b", depths[0])
         if engine is None:
-            with forming() as board:
+            with new_job() as board:
                 engine = parallelize(model, layout, make_schedule, board, OPTIONS)
             attach(model, engine)
         else:
-            reform(engine, layout, make_schedule, values=from_live_ranks())
+            change_layout(engine, layout, make_schedule, fill_values=from_live_ranks())
         run_step(model, batch("causal", 4))
         del layout
         gc.collect()
@@ -210,7 +210,7 @@ def lost_values() -> str:
     model: Any = FAMILIES["gpt2"].build()
     units = list_units(model)
     world.meet(0, 2)
-    with forming() as board:
+    with new_job() as board:
         engine = parallelize(model, place(units, (2,)), partial(build, "1f1b", 2), board)
     engine.dissolve()
     dist.destroy_process_group()
@@ -218,7 +218,7 @@ def lost_values() -> str:
         return "no rank has the values of"
     dist.init_process_group("gloo", store=dist.PrefixStore("alone", world.store), rank=0, world_size=1)
     try:
-        reform(engine, place(units, (1,)), partial(build, "1f1b", 1), values=from_live_ranks())
+        change_layout(engine, place(units, (1,)), partial(build, "1f1b", 1), fill_values=from_live_ranks())
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -236,7 +236,7 @@ def from_a_checkpoint(folder: Path) -> float:
     units = list_units(model)
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     world.meet(0, 2)
-    with forming() as board:
+    with new_job() as board:
         engine = parallelize(model, place(units, (2,)), partial(build, "1f1b", 2), board, OPTIONS)
     attach(model, engine)
 
@@ -245,7 +245,7 @@ def from_a_checkpoint(folder: Path) -> float:
             for name, tensor in taken.items():
                 tensor.copy_(saved[name])
 
-    reform(engine, place(units, (1, 1)), partial(build, "1f1b", 1), values=load)
+    change_layout(engine, place(units, (1, 1)), partial(build, "1f1b", 1), fill_values=load)
     largest = max(float((tensor - saved[name]).abs().max()) for name, tensor in model.state_dict().items())
     engine.close()
     return largest
@@ -272,7 +272,7 @@ def refused() -> list[str]:
     messages = []
     for layout in wrong:
         with pytest.raises(ValueError) as caught:
-            reform(model.pipeline, layout, values=from_live_ranks())
+            change_layout(model.pipeline, layout, fill_values=from_live_ranks())
         messages.append(str(caught.value))
     run_step(model, batch("causal", 8))  # as before
     return messages

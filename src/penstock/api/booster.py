@@ -130,7 +130,7 @@ class Booster:
         """
         pipeline = _pipeline_of(model)
         step = partial(self._step, pipeline, criterion, optimizer, return_loss, return_outputs)
-        pause = None if pipeline.synchronises else pipeline.no_sync
+        pause = None if pipeline.reduces_gradients else pipeline.no_sync
         return pipeline.recovery.run_step(data_iter, step, pause)
 
     def _step(

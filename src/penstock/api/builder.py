@@ -1,7 +1,7 @@
 """How pipelines are formed, for `initialize`, `from_pretrained`, the plugin and elastic runs alike.
 
-What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines (`form`). An
-elastic run plans by other means: it calls `agree`, when it is first, and `build`.
+What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines: `plan_and_build`.
+An elastic run plans by other means: it calls `agree`, when it is first, and `build`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from penstock.nested import is_record, walkable
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import Values, facts_of, parallelize, require_agreement, world_ranks
+from penstock.runtime.formation import facts_of, parallelize, require_agreement, world_ranks
 from penstock.runtime.gradients.weight_gradients import deferring_pays
+from penstock.runtime.migration import FillValues
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO, resolve_auto
@@ -72,7 +73,7 @@ class LayoutPlan:
         return Announcement(type(model).__name__, self.layout, *words)
 
 
-def form(
+def plan_and_build(
     model: nn.Module,
     facts: Mapping[str, Any],
     plan: Callable[[UnitsAndCosts, Ranks], LayoutPlan],
@@ -85,11 +86,11 @@ def form(
     make: Callable[[Layout, Ranks], nn.Module] | None = None,
 ) -> PipelineModel:
     """Form the pipelines of a model that was checked (`check_whole_model`). All ranks call this together, inside
-    `forming()`: they compare what they were given, find the model's units, plan, and make the engine.
+    `new_job()`: they compare what they were given, find the model's units, plan, and `build`.
 
     Args:
         facts: what else must be the same on all ranks, by name.
-        plan: makes the plan of what was found; it fails alike on all ranks.
+        plan: makes the plan of what was found. If it raises, it must do so on all ranks, as none waits for another.
         configuration, criterion: what the model remembers.
         units: the model's, if they are known.
         loss_in_chunks: see `costs.unit_costs`.
@@ -124,9 +125,10 @@ def build(
     configuration: Configuration | None = None,
     criterion: Criterion | None = None,
     functions: ShapeFunctions | None = None,
-    values: Values | None = None,
+    fill_values: FillValues | None = None,
 ) -> PipelineModel:
-    """Make the engine that was planned, and a `PipelineModel` of `model`. `functions`, `values`: see `parallelize`."""
+    """Make the engine that was planned, and a `PipelineModel` of `model`. `functions`, `fill_values`: see
+    `parallelize`."""
     engine = parallelize(
         model,
         planned.layout,
@@ -135,7 +137,7 @@ def build(
         replace(planned.options, share_sequences=sharing_of(planned.layout)),
         make_sharding=sharding_of(planned.layout),
         functions=functions,
-        values=values,
+        fill_values=fill_values,
     )
     if planned.layout.context_parallel_size > 1:
         try_parts(engine)
@@ -148,19 +150,21 @@ def resolved_schedule(schedule: Asked, model: nn.Module) -> Asked | str:
 
 
 def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_chunks: bool) -> UnitsAndCosts:
-    found: list[tuple[list[str], ShapeFunctions]] = []  # on this rank
+    kept: list[tuple[list[str], ShapeFunctions]] = []  # by `find`: shape functions cannot be sent
 
     def find() -> tuple[list[float], float | None]:
-        given = units and (list(units), ShapeFunctions({name: model.get_submodule(name) for name in units}))
-        found.append(given or units_and_functions(model))
-        names, functions = found[0]
+        if units:
+            names, functions = list(units), ShapeFunctions({name: model.get_submodule(name) for name in units})
+        else:
+            names, functions = units_and_functions(model)
+        kept.append((names, functions))
         costs = []
         if ranks.rank == 0:
             costs = unit_costs(model, names, loss_in_chunks=loss_in_chunks, functions=functions)
         return costs, device_memory()
 
     by_rank = ranks.together("finding the model's units and their costs", find)
-    names, functions = found[0]
+    names, functions = kept[0]
     ranks.alike(names, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
     limits = [limit for _, limit in by_rank if limit is not None]
     return UnitsAndCosts(names, by_rank[0][0], min(limits, default=None), functions)
@@ -170,10 +174,9 @@ def _with_found_dims(model: nn.Module, options: EngineOptions, ranks: Ranks) -> 
     """The engine's options; `batch_dim` also says which of the example inputs have no samples."""
     if known_of(model).example_inputs is None:
         return options
-    said = options.batch_dim
-    find = partial(inputs_without_samples, model, said)
+    find = partial(inputs_without_samples, model, options.batch_dim)
     found = ranks.together("looking for inputs without samples", find)[0]
-    return replace(options, batch_dim={**found, **said})
+    return replace(options, batch_dim={**found, **options.batch_dim})
 
 
 def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:

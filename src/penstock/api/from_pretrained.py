@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from penstock.api.builder import remember_example_inputs
-from penstock.api.initialize import ConfigLike, form_equal
+from penstock.api.initialize import ConfigLike, build_equal_pipelines
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError, take_keys
 from penstock.layout.layout import Layout
 from penstock.model.pipeline_model import PipelineModel
@@ -24,7 +24,7 @@ from penstock.modeling.weights.initialise import init_stage, meta_model, resolve
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
 from penstock.modeling.weights.whole import alias_groups
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.formation import forming
+from penstock.runtime.formation import new_job
 from penstock.schedule.registry import resolve_auto
 from penstock.tensor_parallel.apply import TensorParallel
 
@@ -162,7 +162,7 @@ def _make_in_stages(
     """A model whose weights are made where they are held. `call`: the user's, by its name. `make`: of the units of each
     stage, the stages that this rank holds, and how tensor parallelism shards the whole model's weights, gives the model
     with this rank's weights."""
-    with forming(configuration.time_limit, call=call) as board:
+    with new_job(configuration.time_limit, call=call) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)
 
@@ -185,5 +185,5 @@ def _make_in_stages(
             return base_of(made[0][0])
 
         made = list[Made]()
-        model = form_equal(skeleton, configuration, board, criterion, make_mine)
+        model = build_equal_pipelines(skeleton, configuration, board, criterion, make_mine)
     return made[0][0] if is_peft_model(made[0][0]) else model

@@ -16,8 +16,8 @@ from penstock.api.builder import (
     LayoutPlan,
     UnitsAndCosts,
     check_whole_model,
-    form,
     inputs_by_name,
+    plan_and_build,
     remember_example_inputs,
     resolved_schedule,
 )
@@ -36,7 +36,7 @@ from penstock.planning.auto import auto_pipeline_size
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import forming, forms_of
+from penstock.runtime.formation import kinds_of_inputs, new_job
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, resolve_auto
 from penstock.schedule.text import own_or_named, summary_of, written_schedule
@@ -96,8 +96,8 @@ def initialize(
         return known
     check_whole_model(model, "initialize()")
     remember_example_inputs(model, example_inputs)
-    with forming(configuration.time_limit) as board:
-        return form_equal(model, configuration, board, criterion)
+    with new_job(configuration.time_limit) as board:
+        return build_equal_pipelines(model, configuration, board, criterion)
 
 
 def _refuse_changes(
@@ -109,23 +109,23 @@ def _refuse_changes(
         changed = "configuration"
     elif criterion is not None and criterion != record.criterion:  # a method is made anew each time
         changed = "criterion (model(..., criterion=...) takes one for a call)"
-    elif forms_of(inputs_by_name(model, example_inputs)) not in ({}, forms_of(record.example_inputs)):
+    elif kinds_of_inputs(inputs_by_name(model, example_inputs)) not in ({}, kinds_of_inputs(record.example_inputs)):
         changed = "example_inputs"
     if changed:
         raise ValueError(f"this model is parallelised already, with another {changed}: initialize() takes it once")
 
 
-def form_equal(
+def build_equal_pipelines(
     model: nn.Module,
     configuration: Configuration,
     board: FailureBoard,
     criterion: Criterion | None = None,
     make: Callable[[Layout, Ranks], nn.Module] | None = None,
 ) -> PipelineModel:
-    """Form equal pipelines of a whole model; see `form`."""
+    """Form equal pipelines of a whole model; see `plan_and_build`."""
     settings = {f"{SECTION}.{name}": value for name, value in vars(configuration).items()}
     settings[f"{SECTION}.schedule"] = summary_of(configuration.schedule)
-    return form(
+    return plan_and_build(
         model,
         settings,
         partial(_plan, model, configuration),

@@ -17,7 +17,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from penstock.api.builder import LayoutPlan, UnitsAndCosts, agree, build, check_whole_model, form, resolved_schedule
+from penstock.api.builder import (
+    LayoutPlan,
+    UnitsAndCosts,
+    agree,
+    build,
+    check_whole_model,
+    plan_and_build,
+    resolved_schedule,
+)
 from penstock.config.elastic import Elastic
 from penstock.config.plugin_settings import PluginSettings
 from penstock.context_parallel.apply import refuse_model
@@ -40,7 +48,7 @@ from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.failures.board import PATIENCE_SECONDS
-from penstock.runtime.formation import digest_of, facts_of, forming
+from penstock.runtime.formation import digest_of, facts_of, new_job
 from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker
 from penstock.schedule.registry import AUTO
@@ -380,9 +388,9 @@ class HeterogeneousParallelPlugin:
         self._fit_pipelines(model)
         if dataloader is not None:
             self.check_dataloader(dataloader)
-        with forming(self.settings.time_limit, call="configure()") as board:
+        with new_job(self.settings.time_limit, call="configure()") as board:
             units, plan = self.layout.units, partial(self._plan, model)
-            self._model = model = form(model, self._facts(), plan, board, criterion=criterion, units=units)
+            self._model = model = plan_and_build(model, self._facts(), plan, board, criterion=criterion, units=units)
         wrapped = None if optimizer is None else self.wrap_optimizer(optimizer, model)
         return model, wrapped, criterion, dataloader, lr_scheduler
 
@@ -427,11 +435,11 @@ class HeterogeneousParallelPlugin:
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
             planned = LayoutPlan(*on_layout(now), self.settings.engine_options())
-            with forming(self.settings.time_limit, generations.on_board, call="configure()") as board:
+            with new_job(self.settings.time_limit, generations.on_board, call="configure()") as board:
                 if now.is_first:
                     agree(model, facts, board)
-                values = None if now.is_first else states.values(now)
-                self._model = made = build(model, planned, board, criterion=criterion, values=values)
+                fill_values = None if now.is_first else states.values(now)
+                self._model = made = build(model, planned, board, criterion=criterion, fill_values=fill_values)
             if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
                 logger.warning(
                     "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "

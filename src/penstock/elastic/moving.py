@@ -18,7 +18,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import contact, wait_for_transfer
 from penstock.runtime.engine import Engine
-from penstock.runtime.formation import Migration, Values
+from penstock.runtime.migration import FillValues, Migration
 
 
 class _HoldingsReport(NamedTuple):
@@ -30,7 +30,7 @@ class _HoldingsReport(NamedTuple):
     has: dict[str, dict[str, Any]]
 
 
-def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engine], None] | None = None) -> Values:
+def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engine], None] | None = None) -> FillValues:
     """What fills in newly held values from ranks that have them, point to point, spread over all that do.
 
     The function it returns raises RuntimeError, on every rank, if nobody has a value that somebody needs. `optimizer`:
@@ -49,7 +49,7 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
     return fill
 
 
-def from_elsewhere(optimizer: Optimizer) -> Values:
+def from_elsewhere(optimizer: Optimizer) -> FillValues:
     """Leaves newly held values to what is loaded afterwards, and makes the optimizer that of what is held."""
 
     def fill(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
@@ -246,7 +246,7 @@ class SharedStates:
         if name in self._received:
             one.load_state_dict(self._received.pop(name))
 
-    def values(self, now: Decision) -> Values:
+    def values(self, now: Decision) -> FillValues:
         """What fills in what a member of a generation holds newly, and gives those who join these states."""
         return from_live_ranks(self.optimizer, also=lambda engine: self._share(engine, now))
 

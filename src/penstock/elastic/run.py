@@ -30,10 +30,10 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, is_transport_error
 from penstock.runtime.failures.interrupts import EXIT_CODE
 from penstock.runtime.failures.keys import in_one_line
-from penstock.runtime.formation import Migration
+from penstock.runtime.migration import Migration
 from penstock.runtime.parts import ScheduleMaker
 from penstock.runtime.recovery import LastResort, Pause
-from penstock.runtime.reforming import reform
+from penstock.runtime.reforming import change_layout
 
 logger = logging.getLogger("penstock")
 
@@ -403,11 +403,11 @@ class ElasticRun:
             change.seconds["move"] = time.perf_counter() - started
             change.num_bytes = sum(tensor.nbytes for tensor in taken.values())
 
-        reform(
+        change_layout(
             engine,
             layout,
             make_schedule,
-            values=timed_values,
+            fill_values=timed_values,
             migration=self._migration,
             on_board=self.generations.on_board,
         )

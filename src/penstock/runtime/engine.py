@@ -126,7 +126,7 @@ class Engine:
         self.seed: int | None = None
         self.recovery: Recovery = NoRecovery()
         self.observers: list[StepObserver] = []
-        self.synchronises = True
+        self.reduces_gradients = True
         self.known: dict[str, nn.Parameter] = dict(split.released)
         # Parameters of whose hooks was warned.
         self._hooked: set[str] = set()
@@ -276,12 +276,12 @@ class Engine:
                 self.parts.totals,
                 self.parts.program(len(microbatches)),
                 prepared,
-                reduce_gradients=self.synchronises,
+                reduces_gradients=self.reduces_gradients,
                 loss_scale=self.loss_scale,
                 own_means=self.own_means,
             )
             settings = self.parts.settings(
-                fingerprint(inputs), prepared, self.loss_scale, self.synchronises, training=True
+                fingerprint(inputs), prepared, self.loss_scale, self.reduces_gradients, training=True
             )
         batch = partial(described, inputs, sizes)
         return TrainingLoop(step, partial(self._run, step, settings, inputs, batch), self.parts.open_step)
@@ -319,7 +319,7 @@ class Engine:
             self.split.kept_state = None
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end
                 self.report = step.report
-                self.parts.updates.end_step(due=bool(settings.reduces))
+                self.parts.updates.end_step(due=bool(settings.reduces_gradients))
         if step.interruption is not None:
             raise step.interruption
         warn_of_changed_buffers(self.split.model, buffers)
@@ -390,11 +390,11 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps in this context only accumulate gradients on this rank; the next one outside reduces them all."""
-        before, self.synchronises = self.synchronises, False
+        before, self.reduces_gradients = self.reduces_gradients, False
         try:
             yield
         finally:
-            self.synchronises = before
+            self.reduces_gradients = before
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -89,7 +89,7 @@ def _evaluation(
     sequences = engine.parts.sequences if in_parts else None
     among = Among.ALL if everyone else Among.BATCH  # this pipeline, with those that share its sequences
     with autocast(engine.device, engine.autocast):
-        settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.synchronises)
+        settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.reduces_gradients)
         with (
             engine.together(call, settings, among, partial(described, inputs, sizes)) as said,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),

@@ -1,8 +1,8 @@
 """Ranks form the engine of a model.
 
-`forming` is around all that they do together until it stands. `parallelize` turns a model and a layout into a running
+`new_job` is around all that they do together until it stands. `parallelize` turns a model and a layout into a running
 engine; all ranks of the layout call it together. What they agree on before their first step stands below: the model,
-equal weights, random numbers. `reforming` forms an engine anew in another layout, and makes that of a copy of a model.
+equal weights, random numbers. `reforming` takes an engine to another layout, and makes that of a copy of a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -43,46 +42,9 @@ from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
 from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.gradients.holders import HeldParameter
+from penstock.runtime.migration import FillValues, Migration
 from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import Parts, ScheduleMaker, holders_of
-
-
-@dataclass
-class Migration:
-    """What a change of the layout finds on this rank, and moves: one object from its beginning to its end, over
-    re-formations that fail. Values are parameters and buffers, by unsplit name.
-
-    Attributes:
-        had: the values that this rank has. What it receives meanwhile is added, so that it counts in another attempt.
-        lacking: names of what it holds newly, and has no values of yet.
-        elsewhere: names of what it has but does not own: with a sharded optimizer its newest value and its state are on
-            other ranks.
-    """
-
-    had: dict[str, torch.Tensor] = field(default_factory=dict)
-    lacking: set[str] = field(default_factory=set)
-    elsewhere: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, engine: Engine) -> Migration:
-        """That of an engine that stands, or was dissolved."""
-        found = cls()
-        found.take_stock(engine)
-        return found
-
-    def take_stock(self, engine: Engine) -> None:
-        """Begin with what the engine holds now, all of which has its values."""
-        self.had, self.lacking, self.elsewhere = engine.values_here(), set(), engine.owned_elsewhere()
-
-    def arrived(self, name: str, tensor: torch.Tensor, with_state: bool) -> None:
-        """A value has come, and its optimizer's state if `with_state`."""
-        self.had[name] = tensor
-        (self.elsewhere.discard if with_state else self.elsewhere.add)(name)
-
-
-# Fills in what a rank holds newly: given the engine, these parameters and buffers by their unsplit names, and what the
-# rank has of the time before.
-Values = Callable[[Engine, Mapping[str, torch.Tensor], Migration], None]
 
 
 def parallelize(
@@ -94,19 +56,20 @@ def parallelize(
     *,
     make_weights: Callable[[torch.device], object] | None = None,
     make_sharding: MakeSharding | None = None,
-    values: Values | None = None,
+    fill_values: FillValues | None = None,
     functions: ShapeFunctions | None = None,
 ) -> Engine:
-    """Split `model` for this rank's place in `layout`, move it to this rank's device, and form the engine. All ranks
+    """Split `model` for this rank's place in `layout`, move it to this rank's device, and start its engine. All ranks
     call this together, with equal models.
 
     Args:
         model: a whole model, or one whose foreign units are ghosts already; it is shrunk in place.
         make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
-        board: where failures are recorded, from `forming()`; by default a new one.
-        make_sharding: makes what shards the weights, such as `TensorParallel`; for a layout with tensor parallelism.
+        board: where failures are recorded, from `new_job()`; by default a new one.
+        options: the engine's.
         make_weights: makes those of this rank's stages on a device, of a model on the meta device.
-        values: on a rank that joins others which call `reform`, fills in what it holds.
+        make_sharding: makes what shards the weights, such as `TensorParallel`; for a layout with tensor parallelism.
+        fill_values: on a rank that joins others which call `change_layout`, fills in what it holds.
         functions: the units' shape functions, if there are some already.
     """
     place = layout.place_of(dist.get_rank())
@@ -119,31 +82,38 @@ def parallelize(
         sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
     split = SplitModel(model, mine.stages, own, sharding, aliases, functions)
     device = local_device()
-    (make_weights or model.to)(device)
+    if make_weights is None:
+        model.to(device)
+    else:
+        make_weights(device)
     engine = Engine(split, device, EngineOptions() if options is None else options)
-    form_new(engine, layout, make_schedule, job_board() if board is None else board, values)
+    start_engine(engine, layout, make_schedule, job_board() if board is None else board, fill_values)
     return engine
 
 
-def form_new(
-    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, values: Values | None = None
+def start_engine(
+    engine: Engine,
+    layout: Layout,
+    make_schedule: ScheduleMaker,
+    board: FailureBoard,
+    fill_values: FillValues | None = None,
 ) -> None:
-    """Form an engine that was never formed before; all ranks start alike, or as `values` says."""
+    """Make a new engine ready for its first step. All ranks start with the same values, or `fill_values` has them."""
 
     def fill() -> None:
-        if values is None:
+        if fill_values is None:
             copy_from_first_holders(engine.held, engine.split.model, engine.context.groups, board.check)
         else:
-            values(engine, engine.values_here(), Migration())
+            fill_values(engine, engine.values_here(), Migration())
 
-    form_parts(engine, layout, make_schedule, board, fill)
+    connect_ranks(engine, layout, make_schedule, board, fill)
     torch_calls.follow(engine)
 
 
-def form_parts(
-    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, share_values: Callable[[], None]
+def connect_ranks(
+    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, fill: Callable[[], None]
 ) -> None:
-    """Meet the other ranks of `layout`, build all that depends on it, and start alike."""
+    """Meet the other ranks of `layout`, make groups and `Parts`, `fill` in the weights, and share random numbers."""
     split, device = engine.split, engine.device
     require_layout(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
@@ -167,16 +137,16 @@ def form_parts(
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
     parts = Parts(split, context, make_schedule, held, engine.options.owner_choice, engine.options.share_sequences)
     engine.take_up(parts)
-    first, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
+    continuing, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
     engine.num_evaluations = 0  # of ranks that come new, too
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
-        share_values()
+        fill()
         # A shuffle without a seed then draws the same order on all ranks that need the same batches.
-        if first is None:
+        if continuing is None:
             adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
         else:  # a re-formation: the ranks that come new go on from one that was there
-            adopt_random_state(first, groups.world_control, device)
+            adopt_random_state(continuing, groups.world_control, device)
 
 
 # -- what the ranks agree on before their first step -------------------------------------------------------------------
@@ -194,12 +164,12 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
         "the model's class": type(model).__name__,
         "the model's number of parameters": sum(parameter.numel() for parameter in model.parameters()),
         "the type of its weights": str(next((p.dtype for p in model.parameters() if p.is_floating_point()), None)),
-        "example_inputs": forms_of(known_of(model).example_inputs),
+        "example_inputs": kinds_of_inputs(known_of(model).example_inputs),
         **facts,
     }
 
 
-def forms_of(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+def kinds_of_inputs(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     """What tells one model's example inputs apart: their values do not matter."""
     return {
         name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -208,13 +178,13 @@ def forms_of(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 @contextmanager
-def forming(
+def new_job(
     timeout: datetime.timedelta | None = None,
     on_board: Callable[[FailureBoard], object] = lambda board: None,
     call: str = "initialize()",
 ) -> Iterator[FailureBoard]:
-    """Around all that ranks do together until a pipeline stands; gives the board on which its failures will be, to
-    `on_board` first of all. `call`: what errors say that the ranks were in.
+    """Begin a job: around all that ranks do together until its pipelines stand. Gives the board on which its failures
+    will be, to `on_board` first of all. `call`: what errors say that the ranks were in.
 
     torch.distributed is initialised from the environment, with `timeout`, unless it is already. From here on a rank
     that is lost is an error on every rank. After an error the board is given up here.
@@ -307,14 +277,14 @@ def _told(value: Any) -> str:
 
 
 def shared_progress(context: RankContext, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
-    """How far the run is: the first rank that has been part of it, None if no rank has (its `seed` is None), the seed
-    of its dropout and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
+    """How far the run is: the first rank that was in it before, None in a new run, where no rank has a `seed`; the seed
+    of its dropout; and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
     a user's manual_seed decides the run's dropout."""
     mine = [seed is not None, torch.initial_seed() & ((1 << 62) - 1) if seed is None else seed, step_number]
     told = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
-    first = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
-    _, shared, steps = told[first or 0]
-    return first, shared, steps
+    continuing = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
+    _, shared, steps = told[continuing or 0]
+    return continuing, shared, steps
 
 
 def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor | None:
@@ -331,7 +301,7 @@ def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.
     return own
 
 
-# So much of a tensor is passed on at a time.
+# How much of a tensor is passed on at a time.
 PIECE_BYTES = 4 * 2**20
 
 

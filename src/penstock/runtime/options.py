@@ -57,8 +57,8 @@ class EngineOptions:
     """The same on all ranks; see `penstock.config.configuration.Configuration` for those that have its names.
 
     They are filled from the configuration or the plugin (`_plan` in `api/initialize.py`, `config/plugin_settings.py`),
-    but for two: when the ranks form (`api/builder.py`), `form` completes `batch_dim` by what the example inputs show,
-    and `build` fills in `share_sequences` by the layout.
+    but for two (`api/builder.py`): `plan_and_build` completes `batch_dim` by what the example inputs show, and `build`
+    fills in `share_sequences` by the layout.
 
     Attributes:
         num_microbatches, microbatch_size: how a batch is split, if not by its own number of microbatches.

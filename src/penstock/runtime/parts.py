@@ -171,7 +171,7 @@ class Parts:
     # -- what the ranks compare ------------------------------------------------------------------------------------
 
     def settings(
-        self, digest: int, inputs: StepInputs, loss_scale: float, reduces: bool, training: bool = False
+        self, digest: int, inputs: StepInputs, loss_scale: float, reduces_gradients: bool, training: bool = False
     ) -> Settings:
         """What this rank tells the others at the start of a step (`training`) or an evaluation; `digest` is that of its
         batch."""
@@ -183,7 +183,7 @@ class Parts:
             autocast_code(self.context.device),
             modes_digest(self._modules),
             bits_of(loss_scale),
-            int(reduces),
+            int(reduces_gradients),
             *self._frozen.numbers(
                 self.updates.changed() if self._has_owners else (),
                 self.copies.agreement_term(training) + bool(self._strangers()),

@@ -25,30 +25,31 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import FailureBoard, after
-from penstock.runtime.formation import Migration, Values, form_new, form_parts, forming, job_board
+from penstock.runtime.formation import connect_ranks, job_board, new_job, start_engine
 from penstock.runtime.gradients.weight_gradients import uninstall
+from penstock.runtime.migration import FillValues, Migration
 from penstock.runtime.parts import ScheduleMaker, holders_of
 
 
-def reform(
+def change_layout(
     engine: Engine,
     layout: Layout,
     make_schedule: ScheduleMaker | None = None,
     *,
-    values: Values,
+    fill_values: FillValues,
     migration: Migration | None = None,
     on_board: Callable[[FailureBoard], object] = lambda board: None,
 ) -> None:
     """Take up another layout with the same model, the same parameters and the same optimizer.
 
     The ranks that remain of the old layout call this together, after `engine.dissolve()`, `destroy_process_group()` and
-    a new `init_process_group()`; ranks that come new call `parallelize(..., values=...)` meanwhile. Units that are held
-    no longer give up their storage; those that are held newly get storage on the same `Parameter` objects. Raises
+    a new `init_process_group()`; ranks that come new call `parallelize(..., fill_values=...)` meanwhile. Units that are
+    held no longer give up their storage; those that are held newly get storage on the same `Parameter` objects. Raises
     ValueError if the layout does not fit the model or the world; nothing has changed then.
 
     Args:
         make_schedule: for this rank's pipeline; by default the present one, if it fits.
-        values: fills in what is held newly: from a checkpoint, or from the ranks that have them (`from_live_ranks`).
+        fill_values: fills in what is held newly: from a checkpoint, or from ranks that have it (`from_live_ranks`).
         migration: of an attempt that failed before, or that has begun to move values.
         on_board: is given the failure board first of all.
     """
@@ -69,23 +70,23 @@ def reform(
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
-    with forming(engine.options.timeout, on_board, call="a re-formation") as board:
+    with new_job(engine.options.timeout, on_board, call="a re-formation") as board:
         board.resume.update(saved)
-        engine.split.reform(mine.stages, mine.stages_of(place.pipeline_rank))
+        engine.split.change_stages(mine.stages, mine.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)
-        form_parts(
-            engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, values, migration)
+        connect_ranks(
+            engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, fill_values, migration)
         )
 
 
-def _fill(engine: Engine, values: Values, migration: Migration) -> None:
+def _fill(engine: Engine, fill_values: FillValues, migration: Migration) -> None:
     """After a re-formation: fill in the values of everything that is held and lacks them."""
     lacking = {name: tensor for name, tensor in engine.values_here().items() if name in migration.lacking}
     with torch.no_grad():
         for name in list(lacking):
             if name in migration.had:  # a rank that leaves gave it, or an attempt that failed released it
                 lacking.pop(name).copy_(migration.had[name])
-    values(engine, lacking, migration)
+    fill_values(engine, lacking, migration)
     # All ranks have what they need. What is no longer held has no optimizer state now: it does not count as had, even
     # if this re-formation fails yet.
     migration.take_stock(engine)
@@ -114,7 +115,7 @@ def for_copy(engine: Engine, model: nn.Module) -> Engine:
     refuse_moved(model, engine.device)
     split = SplitModel(model, before.stages, before.local_stages, aliases=before.aliases)
     made = Engine(split, engine.device, replace(engine.options, trace=None, trace_steps=None))
-    form_new(made, engine.layout, engine.make_schedule, job_board())
+    start_engine(made, engine.layout, engine.make_schedule, job_board())
     made.autocast, made.step_number, made.own_means = engine.autocast, engine.step_number, engine.own_means
     return made
 

@@ -74,7 +74,7 @@ class TrainingStep:
         program: Program,
         inputs: StepInputs,
         *,
-        reduce_gradients: bool = True,
+        reduces_gradients: bool = True,
         loss_scale: float = 1.0,
         own_means: bool = False,
     ):
@@ -86,7 +86,7 @@ class TrainingStep:
         self._program = program
         self._posts = program.posts
         self._inputs = inputs
-        self._reduce = reduce_gradients
+        self._reduce = reduces_gradients
         self._anything_shared = self._reducer.active
         # Whether the queues or the reducer want to know which backward is under way.
         self._marks_backwards = program.splits_backward or self._anything_shared

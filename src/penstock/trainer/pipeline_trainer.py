@@ -154,7 +154,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         if self.args.gradient_checkpointing and self.pipelines.parallelises:
             # As `train` does; the default schedule depends on it.
             self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self.pipelines.form()
+        self.pipelines.build()
 
     def _refuse_arguments(self) -> None:
         self.pipelines.refuse_arguments(self.args)

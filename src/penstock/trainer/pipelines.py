@@ -59,7 +59,7 @@ class Pipelines(ABC):
         """Whether these pipelines are still to be formed, of a whole model."""
 
     @abstractmethod
-    def form(self) -> None:
+    def build(self) -> None:
         """Parallelise the Trainer's model, if its pipelines are known, and set up its accelerator."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class EqualPipelines(Pipelines):
     def parallelises(self) -> bool:
         return self._parallelism is not None
 
-    def form(self) -> None:
+    def build(self) -> None:
         trainer = self.trainer
         if self._parallelism is not None:
             trainer.model = initialize(trainer.model, self._parallelism)

@@ -122,7 +122,7 @@ class PluginPipelines(Pipelines):
     def parallelises(self) -> bool:
         return True
 
-    def form(self) -> None:
+    def build(self) -> None:
         if self.plugin.settings.elastic is None:
             self.trainer.model = self.plugin.configure(self.trainer.model)[0]
             self._take_over()

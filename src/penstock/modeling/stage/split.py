@@ -103,7 +103,7 @@ class SplitModel:
         interceptor = self._forwards.interceptor
         self._refused = RefusedCollectives(lambda: interceptor.handler.inside)
 
-    def reform(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
+    def change_stages(self, stages: Sequence[Sequence[str]], local_stages: Collection[int]) -> None:
         """Take up another placement of the same units, in place.
 
         Units of stages that are no longer held become ghosts. Units that were ghosts get back the same `Parameter`

@@ -48,7 +48,7 @@ class Settings(NamedTuple):
         autocast: 0 if it is off, otherwise 1 + the number of its type.
         modes: whether the model is in train mode (the last bit), and a digest of the units' modes.
         loss_scale: its bits.
-        reduces: whether gradients are summed at the end of the step; not inside `no_sync()`.
+        reduces_gradients: whether gradients are summed at the end of the step; not inside `no_sync()`.
         frozen, frozen_whole: see `FrozenParameters`.
         trainable: a digest of which of this rank's parameters are trainable, and of their types.
     """
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
     autocast: int
     modes: int
     loss_scale: int = 0
-    reduces: int = 1
+    reduces_gradients: int = 1
     frozen: int = 0
     frozen_whole: int = 0
     trainable: int = 0
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
         frozen = _frozen_in(pipeline, by_rank)
         (apart, whole), *others = frozen
         wrong = len(batches) > 1 or apart != 0 or bool(others)
-        everywhere = self.autocast, self.modes, self.loss_scale, self.reduces, whole
+        everywhere = self.autocast, self.modes, self.loss_scale, self.reduces_gradients, whole
         return Shared(everywhere, [self.fingerprint ^ self.num_microbatches], wrong)
 
     @staticmethod
@@ -221,7 +221,7 @@ _COMPARED: tuple[tuple[str, str, Callable[[int], str]], ...] = (
     ("autocast", "autocast", lambda value: str(DTYPES[value - 1]) if value else "none"),
     ("modes", "train or eval mode", lambda value: ("train" if value & 1 else "eval") + f" mode (units {value >> 1:x})"),
     ("loss_scale", "the loss scale", number_in_words),
-    ("reduces", "no_sync()", lambda value: "left it" if value else "entered it"),
+    ("reduces_gradients", "no_sync()", lambda value: "left it" if value else "entered it"),
 )
 
 
