@@ -83,7 +83,7 @@ class SavingReport:
         holdings: the tensors that it can give.
         written: the names of those that it writes, where each is written once; of a rank of another pipeline than the
             first those that it writes nevertheless.
-        wanted: on the rank that leads, the names of those that are saved, if not all are.
+        wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.
     """
@@ -158,7 +158,7 @@ class Folder:
         return [type(self).__name__, self.options.safe_serialization, self.options.variant]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        """Look at what this rank holds. The rank that leads writes the small files to `folder`."""
+        """Look at what this rank holds. The leader writes the small files to `folder`."""
         if place.is_writer:
             self.given = held_state(self.model, self.options.state_dict)
         return SavingReport(place, holdings=describe_holdings(self.model, self.given))
@@ -176,7 +176,7 @@ class Folder:
         raise NotImplementedError
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
-        """On the rank that leads: how what was written to `folder` becomes the checkpoint in `directory`."""
+        """On the leader: how what was written to `folder` becomes the checkpoint in `directory`."""
         raise NotImplementedError
 
 

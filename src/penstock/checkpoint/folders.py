@@ -310,7 +310,7 @@ class ParallelFolder(Folder):
         if self.training_state is not None:
             data = partial(common_content, self.training_state, self._optimizer.groups, reports)
             files.append(FileSpec(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
-            # The rank that leads has the states of all ranks' random generators in its file.
+            # The leader has the states of all ranks' random generators in its file.
             self.given = {random_key(rank): self._random}
             random = {random_key(one): Source(each.holdings[_RANDOM], (one,)) for one, each in enumerate(reports)}
             name = self._name_of(TRAINING, reports[leader].place)

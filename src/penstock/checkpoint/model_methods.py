@@ -174,7 +174,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
 
 class _WholeModel(Folder):
-    """What the rank that leads lacks of the model, as if it were one file."""
+    """What the leader lacks of the model, as if it were one file."""
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, shards = writers_of(reports)[0], shards_of(self.model)

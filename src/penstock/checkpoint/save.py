@@ -109,7 +109,7 @@ class Save:
     ) -> None:
         self._folder, self._directory = folder, os.path.abspath(directory)
         self._place, self._ranks, self._afterwards = ranks.place, ranks, afterwards
-        self._made: list[str] = []  # folders that were not there before, on the rank that leads
+        self._made: list[str] = []  # folders that were not there before, on the leader
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:

@@ -94,7 +94,7 @@ class CommonState:
 def collect_training_state(
     model: nn.Module, state: TrainingState, is_writer: bool
 ) -> tuple[torch.Tensor, OptimizerState]:
-    """Read this rank's share: the states of its random generators, which go to the rank that leads, and of what its
+    """Read this rank's share: the states of its random generators, which go to the leader, and of what its
     optimizer holds what it writes."""
     found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))

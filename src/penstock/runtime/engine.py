@@ -303,13 +303,13 @@ class Engine:
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def all_begin() -> Sequence[Hashable]:
-            said = self.parts.compare(roll_call.wait(), batch)
+            gathered = self.parts.compare(roll_call.wait(), batch)
             if number == 0 and len(self.layout.pipelines) > 1:
                 self.parts.warn_of_equal_batches(inputs)
             self.parts.updates.begin_step()
             self.step_number += 1
             self.num_evaluations = 0
-            return states_of_stages(said, self.context, training=True)
+            return states_of_stages(gathered, self.context, training=True)
 
         try:
             with contextlib.ExitStack() as observed:
@@ -349,11 +349,11 @@ class Engine:
         alone = among is Among.PIPELINE or (among is Among.BATCH and self.layout.num_replicas > 1)
         with self.context.interrupts.held(), self.board.call(str(call), world=not alone):
             try:
-                said = self._meet(call, settings, among, batch)
+                gathered = self._meet(call, settings, among, batch)
             except BaseException:
                 self.board.position.retract()
                 raise
-            yield said
+            yield gathered
 
     def _meet(
         self, call: Call, settings: Settings | Sequence[int], among: Among, batch: BatchInWords | None
@@ -363,16 +363,16 @@ class Engine:
             assert batch is not None
             return self.parts.compare(begin(call, settings, among, self.parts.shared(settings)).wait(), batch)
         shared = settings if call in ALIKE else ()
-        answers = begin(call, settings, among, lambda said: Shared(shared)).wait()
+        answers = begin(call, settings, among, lambda gathered: Shared(shared)).wait()
         return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
 
     @contextlib.contextmanager
     def saving(self, call: Call) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
         else the copies of a tied weight."""
-        with self.together(call, [self.parts.updates.state(), self.parts.copies.agreement_term()]) as said:
-            words = mixed_update({rank: facts[0] for rank, facts in said.items()})
-            if words is None and sum(facts[1] for facts in said.values()) % MODULUS:
+        with self.together(call, [self.parts.updates.state(), self.parts.copies.agreement_term()]) as gathered:
+            words = mixed_update({rank: facts[0] for rank, facts in gathered.items()})
+            if words is None and sum(facts[1] for facts in gathered.values()) % MODULUS:
                 words = self.parts.copies.reconcile()
             if words is not None:
                 warnings.warn(words, stacklevel=4)
@@ -442,8 +442,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, agreement: int = 0) -> Iterator[None]:
-        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), agreement]) as said:
-            if sum(facts[2] for facts in said.values()) % MODULUS:
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), agreement]) as gathered:
+            if sum(facts[2] for facts in gathered.values()) % MODULUS:
                 shared = [one.name for one in self.held if len(one.ranks) > 1]
                 raise SettingsMismatch(
                     "the norm is of a weight on some of the ranks that hold it, but not on all (tied weights have "
@@ -451,7 +451,7 @@ class Engine:
                     f"{', '.join(shared[:5])}{', ...' * (len(shared) > 5)}"
                 )
             for number, name in enumerate(("norm_type", "max_norm")):
-                values = {rank: facts[number] for rank, facts in said.items()}
+                values = {rank: facts[number] for rank, facts in gathered.items()}
                 if len(set(values.values())) > 1:
                     raise SettingsMismatch(f"the gradient norm's {name} differs: {in_words(values, number_in_words)}")
             yield

@@ -91,11 +91,11 @@ def _evaluation(
     with autocast(engine.device, engine.autocast):
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.reduces_gradients)
         with (
-            engine.together(call, settings, among, partial(described, inputs, sizes)) as said,
+            engine.together(call, settings, among, partial(described, inputs, sizes)) as gathered,
             engine.board.guard("evaluating", engine.context.pipeline_ranks),
         ):
             engine.num_evaluations += 1
-            stage_states = states_of_stages(said, engine.context, training=False)
+            stage_states = states_of_stages(gathered, engine.context, training=False)
             parts, program = engine.parts, engine.parts.program(len(microbatches), forwards=True)
             counts = _counts(engine, prepared, everyone, sequences) if engine.context.holds_output else ()
             outputs = run_forwards(engine.split, parts.boundaries, program, prepared, stage_states, counts)
@@ -177,21 +177,21 @@ def share_output(output: Any, context: RankContext, form: OutputForm | None = No
         work = dist.broadcast(carried(tensor), source, group=group, async_op=True)
         wait_for_all(work, group, tensor.device, context.board.check)
 
-    told: Any = None
+    plain: Any = None
     if context.rank == source and output is not None:
         fields = pytree.tree_map_only(torch.Tensor, TensorSpec.of, dict(output))
         # A class of the user's own is not looked up: the plan has it.
-        told = to_plain(fields if form is not None else output_of(type(output), fields))
+        plain = to_plain(fields if form is not None else output_of(type(output), fields))
     ranks = Ranks(control, context.board.guard)
-    told = ranks.exchange(told, "sharing the output")[ranks.ranks.index(source)]
-    if told is None:
+    plain = ranks.exchange(plain, "sharing the output")[ranks.ranks.index(source)]
+    if plain is None:
         return None
     if context.rank == source:
         for leaf in pytree.tree_leaves(dict(output)):
             if isinstance(leaf, torch.Tensor):
                 share(leaf.detach().contiguous())
         return output
-    marked = from_plain(told)
+    marked = from_plain(plain)
 
     def received(spec: TensorSpec) -> torch.Tensor:
         tensor = spec.empty(context.device)

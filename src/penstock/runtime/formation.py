@@ -234,8 +234,8 @@ def world_ranks(board: FailureBoard) -> Ranks:
 def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "models or configurations") -> None:
     """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
     differs."""
-    told = {name: _told(value) for name, value in facts.items()}
-    by_rank = world_ranks(board).differing(told, f"comparing {of}")
+    texts = {name: _as_text(value) for name, value in facts.items()}
+    by_rank = world_ranks(board).differing(texts, f"comparing {of}")
     if by_rank is None:
         return
     differences = []
@@ -262,17 +262,17 @@ def require_layout(layout: Layout, board: FailureBoard) -> None:
 
 def digest_of(facts: Mapping[str, Any]) -> str:
     """The same for all processes whose facts `require_agreement` finds alike."""
-    return hashlib.sha256(_told(facts).encode()).hexdigest()
+    return hashlib.sha256(_as_text(facts).encode()).hexdigest()
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """`repr(value)`, but of what has no order, or none that matters, the same for every process."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{key!r}: {_told(each)}" for key, each in value.items())) + "}"
+        return "{" + ", ".join(sorted(f"{key!r}: {_as_text(each)}" for key, each in value.items())) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(_told, value))) + "}"
+        return "{" + ", ".join(sorted(map(_as_text, value))) + "}"
     if type(value) is list:
-        return f"[{', '.join(map(_told, value))}]"
+        return f"[{', '.join(map(_as_text, value))}]"
     return repr(value)
 
 
@@ -281,9 +281,9 @@ def shared_progress(context: RankContext, seed: int | None, step_number: int) ->
     of its dropout; and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
     a user's manual_seed decides the run's dropout."""
     mine = [seed is not None, torch.initial_seed() & ((1 << 62) - 1) if seed is None else seed, step_number]
-    told = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
-    continuing = next((rank for rank, (is_live, _, _) in enumerate(told) if is_live), None)
-    _, shared, steps = told[continuing or 0]
+    by_rank = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
+    continuing = next((rank for rank, (is_live, _, _) in enumerate(by_rank) if is_live), None)
+    _, shared, steps = by_rank[continuing or 0]
     return continuing, shared, steps
 
 

@@ -236,8 +236,8 @@ class Parts:
         context = self.context
         on_host = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(inputs))
         ranks = Ranks(context.groups.world_control, context.board.guard)
-        told = ranks.exchange(fingerprint(on_host), "comparing the pipelines' batches")
-        by_rank = dict(zip(ranks.ranks, told, strict=True))
+        fingerprints = ranks.exchange(fingerprint(on_host), "comparing the pipelines' batches")
+        by_rank = dict(zip(ranks.ranks, fingerprints, strict=True))
         given: dict[int, list[int]] = {}
         for replica in range(context.layout.num_replicas):
             first, *_ = context.layout.of_replica(replica)
@@ -256,16 +256,16 @@ class Parts:
         of this rank's, where batches differ."""
         if answers.alike:
             return answers.pipeline
-        context, said = self.context, answers.everyone()
-        everyone = len(said) == context.layout.world_size
-        if Settings.batches_differ(said, context.layout):
+        context, gathered = self.context, answers.everyone()
+        everyone = len(gathered) == context.layout.world_size
+        if Settings.batches_differ(gathered, context.layout):
             group = context.groups.world_control if everyone else context.groups.batch_control
             ranks = Ranks(group, context.board.guard)
             by_rank = ranks.exchange(batch(), "comparing batches")
             refuse_unlike_batches(dict(zip(ranks.ranks, by_rank, strict=True)), context.layout)
-        if not Settings.compare(said, context.layout):
+        if not Settings.compare(gathered, context.layout):
             ranks = Ranks(context.groups.world_control, context.board.guard)
             by_rank = ranks.exchange(self._frozen.described(), "comparing frozen parameters")
-            refuse_frozen_on_some(dict(zip(sorted(said), by_rank, strict=True)))
+            refuse_frozen_on_some(dict(zip(sorted(gathered), by_rank, strict=True)))
             self._compare_weights(ranks)
         return answers.pipeline

@@ -174,7 +174,7 @@ def _share_change(value: torch.Tensor, before: torch.Tensor, context: RankContex
     dist.all_reduce(count, group=group)
     if count:
         alone = count == 1  # then the value itself, to the last bit
-        told = (value.clone() if alone else value - before) if speaker else torch.zeros_like(value)
-        work = dist.all_reduce(told, group=group, async_op=True)
-        wait_for_all(work, group, told.device, context.board.check)
-        value.copy_(told if alone else before + told)
+        change = (value.clone() if alone else value - before) if speaker else torch.zeros_like(value)
+        work = dist.all_reduce(change, group=group, async_op=True)
+        wait_for_all(work, group, change.device, context.board.check)
+        value.copy_(change if alone else before + change)

@@ -330,7 +330,7 @@ def _join_leaves(join_rows: JoinRows, weights: Sequence[float], *parts: Any) -> 
 
 
 class _ModelIsCalled(BaseException):
-    """Ends a `compute_loss` where it calls the model. No `Exception`, so that nobody's code swallows it."""
+    """Ends a `compute_loss` where it calls the model. It is no `Exception`, so that nobody's code swallows it."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()

@@ -70,8 +70,8 @@ class CountingBooster(Booster):
             with counting_alone(trainer.args):
                 counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
             if None not in counted:
-                with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as said:
-                    total = sum(said[rank][0] for rank in trainer.accelerator.first_ranks)
+                with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as gathered:
+                    total = sum(gathered[rank][0] for rank in trainer.accelerator.first_ranks)
                 number = torch.tensor(total, device=engine.device)
         return self._pipelines.adapter.with_num_items(batch, number)
 

@@ -67,16 +67,16 @@ class ClassWeights:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         values = tensor.detach().to("cpu", torch.float64)
-        self._told = f"<{len(values)} weights {zlib.crc32(values.numpy().tobytes()):x}>"
+        self._summary = f"<{len(values)} weights {zlib.crc32(values.numpy().tobytes()):x}>"
 
     def __repr__(self) -> str:
-        return self._told
+        return self._summary
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClassWeights) and self._told == other._told
+        return isinstance(other, ClassWeights) and self._summary == other._summary
 
     def __hash__(self) -> int:
-        return hash(self._told)
+        return hash(self._summary)
 
     def sum(self, classes: torch.Tensor) -> torch.Tensor:
         """The sum of the weights of some targets."""
@@ -106,9 +106,7 @@ class LossTerm:
     ignore_index: int | None = None  # elements equal to it are not counted; if None, negative ones are not
     mask: str | None = None  # an argument of the same shape; elements where it is not 1 are not counted
     limit: str | None = None  # for `"positions"`, the argument whose second dimension bounds them
-    weights: ClassWeights | None = (
-        None  # for `"tokens"`: not the elements are counted, but the weights of their classes
-    )
+    weights: ClassWeights | None = None  # for `"tokens"`: the weights of their classes are added up in place of ones
     calls: tuple[int, ...] = ()  # positions, among the forward's loss functions, of those with this mean
 
     def count(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> int | torch.Tensor:

@@ -51,9 +51,9 @@ NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients
 # The tensors of one message have tags of their own. Further ones have those of the next kind, which is harmless: only
 # activations and gradients can be so many, and the kind after either goes by another group (`Groups.p2p_group`).
 TAGS_PER_CHANNEL = 64
-# Receives of a channel that gloo may have posted before the one being waited for is used. One hides the latency, the
-# second the jitter; more would only hold memory, so only small ones are posted further ahead: posting tells the sender,
-# which disturbs it while it computes.
+# How many receives of a channel gloo may have posted ahead of their use. One hides the latency, the second the jitter.
+# More would only hold memory, and posting tells the sender, which disturbs it while it computes. So only small ones are
+# posted further ahead.
 RECEIVES_AHEAD = 2
 # Messages that may be under way on a channel. Once more than twice as many were sent, all but so many are waited for.
 SENDS_AHEAD = 8
@@ -184,8 +184,8 @@ class P2PChannel:
         del self._send, self._send_each, self._recv, self._recv_each
 
     def _lost(self, doing: str, error: RuntimeError) -> Exception:
-        """The error of a transfer that failed. Whoever asks for it holds no work and no method of the group, as these
-        keep connections open on which neighbours wait."""
+        """Make the error of a transfer that failed. The caller must hold no work and no method of the group: these keep
+        connections open on which neighbours wait."""
         return self._channels.board.lost_connection(f"{doing} {self.name}", [self._peer], error)
 
 

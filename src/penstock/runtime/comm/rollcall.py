@@ -183,26 +183,26 @@ class PendingRollCall:
         whatever the handler of a signal raises that came meanwhile."""
         deadline: float | None = None
         while True:
-            said = self._me()
+            gathered = self._me()
             if self._own is not None:
-                said, self._gathering = self._gathered(self._own, self._gathering or self._gather(self._own)), None
-            agreed, alike, unlike = _agreed(said), bool(self._beyond), None
-            given_up = any(theirs.given_up for theirs in said.values())
+                gathered, self._gathering = self._gathered(self._own, self._gathering or self._gather(self._own)), None
+            agreed, alike, unlike = _agreed(gathered), bool(self._beyond), None
+            given_up = any(theirs.given_up for theirs in gathered.values())
             for number in self._beyond if agreed else ():
-                under_way, self._comparing = self._comparing or self._maximum(number, said, not alike), None
+                under_way, self._comparing = self._comparing or self._maximum(number, gathered, not alike), None
                 agreed, given_up, same = self._compared(number, under_way)
                 alike = alike and same
                 if not agreed:
                     unlike = number
                     break
             if agreed:
-                return Answers(_facts(said), alike, partial(self._ask_all, said))
+                return Answers(_facts(gathered), alike, partial(self._ask_all, gathered))
             # Nothing is under way, so a signal may end this call here.
             self._roll_call.interrupts.deliver()
             if given_up:
                 if unlike is not None:
-                    said = self._gathered(unlike, self._gather(unlike))
-                raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in said.items()}))
+                    gathered = self._gathered(unlike, self._gather(unlike))
+                raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in gathered.items()}))
             deadline = deadline or time.monotonic() + PATIENCE
             self._given_up = time.monotonic() > deadline
             if self._roll_call.interrupts.wait(PAUSE):
@@ -211,8 +211,8 @@ class PendingRollCall:
     def _me(self) -> dict[int, RollCallAnswer]:
         return {self._roll_call.rank: RollCallAnswer(CALLS.index(self._call), int(self._given_up), self._facts)}
 
-    def _ask_all(self, said: Mapping[int, RollCallAnswer]) -> Mapping[int, Sequence[int]]:
-        return _facts(self._gathered(self._beyond[-1], self._gather(self._beyond[-1])) if self._beyond else said)
+    def _ask_all(self, gathered: Mapping[int, RollCallAnswer]) -> Mapping[int, Sequence[int]]:
+        return _facts(self._gathered(self._beyond[-1], self._gather(self._beyond[-1])) if self._beyond else gathered)
 
     # Groups go by their number here, and a transfer that failed is let go of: whoever refers to one keeps its
     # connections open, on which neighbours may wait.
@@ -232,15 +232,15 @@ class PendingRollCall:
         return {rank: RollCallAnswer(call, gone, facts) for rank, (call, gone, *facts) in answers}
 
     def _maximum(
-        self, number: int, said: Mapping[int, RollCallAnswer], wrong: bool = False
+        self, number: int, gathered: Mapping[int, RollCallAnswer], wrong: bool = False
     ) -> tuple[dist.Work, torch.Tensor]:
         """Over a group's pipelines, of what the ranks of this one said: the call and what must be alike, in both signs.
         `wrong`: whether pipelines that take the same batch differ."""
         group = self._roll_call.alive(number)
-        shared = Shared() if self._shared is None else self._shared(_facts(said))
-        told = [*shared.everywhere, *(shared.of_batch if number == self._roll_call.batch_group else ())]
-        assert len(told) <= MAX_SHARED, f"{len(told)} shared facts: raise MAX_SHARED"
-        numbers = [CALLS.index(self._call), *told, *[0] * (MAX_SHARED - len(told))]
+        shared = Shared() if self._shared is None else self._shared(_facts(gathered))
+        facts = [*shared.everywhere, *(shared.of_batch if number == self._roll_call.batch_group else ())]
+        assert len(facts) <= MAX_SHARED, f"{len(facts)} shared facts: raise MAX_SHARED"
+        numbers = [CALLS.index(self._call), *facts, *[0] * (MAX_SHARED - len(facts))]
         flags = self._given_up, wrong or shared.wrong
         most = torch.tensor([*numbers, *(-one for one in numbers), *flags], dtype=torch.int64)
         with self._roll_call.guard(number, self._call):
@@ -283,21 +283,21 @@ class PendingRollCall:
         interrupts.busy = before
 
 
-def _facts(said: Mapping[int, RollCallAnswer]) -> dict[int, list[int]]:
-    return {rank: theirs.facts for rank, theirs in said.items()}
+def _facts(gathered: Mapping[int, RollCallAnswer]) -> dict[int, list[int]]:
+    return {rank: theirs.facts for rank, theirs in gathered.items()}
 
 
-def _agreed(said: Mapping[int, RollCallAnswer]) -> bool:
-    return len({theirs.call for theirs in said.values()}) == 1
+def _agreed(gathered: Mapping[int, RollCallAnswer]) -> bool:
+    return len({theirs.call for theirs in gathered.values()}) == 1
 
 
 def _mismatch(calls: Mapping[int, int]) -> str:
     """Which rank makes which call."""
-    said = [
+    entered = [
         f"{ranks_in_words([rank for rank, other in calls.items() if other == number])} entered {CALLS[number]}"
         for number in sorted(set(calls.values()))
     ]
     return (
-        f"{', '.join(said)}: every rank of a pipeline must make the same calls in the same order (a call inside "
+        f"{', '.join(entered)}: every rank of a pipeline must make the same calls in the same order (a call inside "
         "`if rank == 0:` is made by one rank only)"
     )

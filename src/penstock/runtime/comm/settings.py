@@ -65,11 +65,11 @@ class Settings(NamedTuple):
     frozen_whole: int = 0
     trainable: int = 0
 
-    def shared(self, pipeline: PipelineLayout, said: Mapping[int, Sequence[int]]) -> Shared:
+    def shared(self, pipeline: PipelineLayout, gathered: Mapping[int, Sequence[int]]) -> Shared:
         """What all pipelines must have alike, and those that share their sequences, and whether something is wrong in
         this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` and `batches_differ` find
         nothing."""
-        by_rank = {rank: Settings(*facts) for rank, facts in said.items()}
+        by_rank = {rank: Settings(*facts) for rank, facts in gathered.items()}
         batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in by_rank.values()}
         frozen = _frozen_in(pipeline, by_rank)
         (apart, whole), *others = frozen
@@ -78,17 +78,17 @@ class Settings(NamedTuple):
         return Shared(everywhere, [self.fingerprint ^ self.num_microbatches], wrong)
 
     @staticmethod
-    def batches_differ(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+    def batches_differ(gathered: Mapping[int, Sequence[int]], layout: Layout) -> bool:
         """Whether ranks of one pipeline, or of those that share their sequences, were given different batches."""
-        given = {rank: Settings(*facts)[:2] for rank, facts in said.items()}
+        given = {rank: Settings(*facts)[:2] for rank, facts in gathered.items()}
         return any(len({given[rank] for rank in ranks}) > 1 for ranks in _with_one_batch(layout, given))
 
     @staticmethod
-    def compare(said: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+    def compare(gathered: Mapping[int, Sequence[int]], layout: Layout) -> bool:
         """Whether the same parameters are frozen everywhere and tied weights' copies are the same, or not all ranks are
         here, as nothing is trained then. Raises SettingsMismatch, on every rank, if something else differs; batches
         do not (see `batches_differ`)."""
-        by_rank = {rank: Settings(*facts) for rank, facts in said.items()}
+        by_rank = {rank: Settings(*facts) for rank, facts in gathered.items()}
         pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in by_rank]
         differences = []
         for field, name, words in _COMPARED:
@@ -108,20 +108,20 @@ class Settings(NamedTuple):
         return len(found) == 1 and all(apart == 0 for apart, _ in found)
 
 
-def refuse_unlike_batches(told: Mapping[int, TellsBatch], layout: Layout) -> NoReturn:
+def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -> NoReturn:
     """Raise BatchMismatch, on every rank, by what each rank tells of its batch."""
-    here = _with_one_batch(layout, told)
-    ranks = next(ranks for ranks in here if len({repr(told[rank]) for rank in ranks}) > 1)
-    same_size = len({told[rank][0] for rank in ranks}) == 1
-    names = dict.fromkeys(name for rank in ranks for name in told[rank][2])
-    inputs = {name: {rank: tuple(told[rank][2].get(name, ("none", 0))) for rank in ranks} for name in names}
+    here = _with_one_batch(layout, described)
+    ranks = next(ranks for ranks in here if len({repr(described[rank]) for rank in ranks}) > 1)
+    same_size = len({described[rank][0] for rank in ranks}) == 1
+    names = dict.fromkeys(name for rank in ranks for name in described[rank][2])
+    inputs = {name: {rank: tuple(described[rank][2].get(name, ("none", 0))) for rank in ranks} for name in names}
     differences = [f"{name}: {_unlike(own, ' has ', 'other values')}" for name, own in inputs.items() if _differ(own)]
     more = [f"and {len(differences) - 5} inputs more"] if len(differences) > 5 else []
     batches = {}
     for rank in ranks:
-        samples, microbatches, _ = told[rank]
+        samples, microbatches, _ = described[rank]
         in_parts = f", in {microbatches} microbatches" if same_size and not differences else ""
-        batches[rank] = f"a batch of {samples} samples{in_parts}", repr(told[rank])
+        batches[rank] = f"a batch of {samples} samples{in_parts}", repr(described[rank])
     words = [_unlike(batches, GIVEN, "another"), *differences[:5], *more]
     raise BatchMismatch(
         f"{'; '.join(words)}: all ranks of one pipeline, those that share a stage's weights included, and of pipelines "
@@ -180,13 +180,13 @@ def _compare_schedules(checksums: Mapping[int, int]) -> None:
         )
 
 
-def states_of_stages(said: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
+def states_of_stages(gathered: Mapping[int, Sequence[int]], context: RankContext, training: bool) -> list[Hashable]:
     """For each stage of this pipeline, what decides types and gradient flags of the values it sends (see `Boundaries`):
     autocast, which is the same everywhere, and what is trainable, and of which type, in all stages up to this one."""
     states: list[Hashable] = []
     trainable: tuple[int, ...] = ()
     for stage in range(context.pipeline.num_stages):
-        theirs = Settings(*said[context.rank_of(stage)])
+        theirs = Settings(*gathered[context.rank_of(stage)])
         trainable = (*trainable, theirs.trainable)
         states.append((training, theirs.autocast, trainable))
     return states
@@ -276,7 +276,7 @@ class FrozenParameters:
         when it was parallelised."""
         flags, types = tuple(map(requires_grad, self._parameters)), tuple(map(_type, self._parameters))
         if flags != self._flags or types != self._types or changed != self._changed:
-            frozen = [said for said, trainable in zip(self._said, flags, strict=True) if not trainable]
+            frozen = [words for words, trainable in zip(self._said, flags, strict=True) if not trainable]
             frozen += [self._said[place] for place in changed] * 3
             self._numbers = (
                 sum(apart for apart, _ in frozen) % MODULUS,
