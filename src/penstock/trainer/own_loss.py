@@ -48,7 +48,6 @@ from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
 OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
-NEEDS_OTHERS = "its loss depends on what it gathers from other processes"
 # The rows of a batch from those of its microbatches.
 JoinRows = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # What the outputs of a batch are made into, as the last stage has made them.
@@ -207,7 +206,14 @@ class OwnLoss(TrainerAdapter):
     def loss_of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
         """The loss of a part of the batch, of which the model gave these outputs, with changed attributes."""
         stand_in = _ModelStandIn(outputs)
-        return self._compute(self._trainer_view(stand_in, changes), stand_in, batch)
+        view = self._trainer_view(stand_in, changes)
+        try:
+            return self._compute(view, stand_in, batch)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or not view.accelerator.asked:
+                raise
+            # On an accelerator what was gathered is on another device.
+            raise self._needs_others(f" ({error})") from error
 
     def loss_and_figures_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
@@ -232,17 +238,17 @@ class OwnLoss(TrainerAdapter):
 
     def answer_without_ranks(self, call: str, *args: Any, **kwargs: Any) -> Any:
         """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
-        gathered is not a number, so that a loss which depends on it shows, in `check` at the latest."""
+        gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
         tensors = next(iter((*args, *kwargs.values())), None)
         if call == "pad_across_processes":
             return tensors
-        return pytree.tree_map_only(torch.Tensor, lambda one: Unanswered(torch.full(one.shape, torch.nan)), tensors)
+        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
 
     def check(self, whole: torch.Tensor, summed: torch.Tensor) -> None:
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
         else warns, once, if they differ or routers were split."""
         if torch.isnan(summed) and not torch.isnan(whole):
-            raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", NEEDS_OTHERS)
+            raise self._needs_others()
         # More than sums in another order make of it.
         apart = abs(whole - summed) > torch.finfo(whole.dtype).eps ** 0.75 * (1 + abs(whole))
         routed = getattr(self.trainer, "aux_loss_enabled", False) and self.engine.last_step.num_microbatches > 1
@@ -253,6 +259,10 @@ class OwnLoss(TrainerAdapter):
                 f"{what} of {type(self.trainer).__name__} is no mean over samples or tokens: {AS_ACCUMULATED}",
                 stacklevel=2,
             )
+
+    def _needs_others(self, seen: str = "") -> ValueError:
+        reason = f"its loss depends on what it gathers from other processes{seen}"
+        return not_over_pipelines(f"{self.owner.__name__}.compute_loss", reason)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -364,29 +374,18 @@ class _ModelStandIn:
         return self._outputs
 
 
-class Unanswered(torch.Tensor):
-    """Stands for what would be gathered. It is on the CPU, so that no host waits for its device when it is logged.
-    torch's error where it meets a tensor of another device is that of a loss which depends on it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
-        except RuntimeError as error:
-            leaves = pytree.tree_leaves((args, kwargs))
-            if len({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}) > 1:
-                raise not_over_pipelines("compute_loss", NEEDS_OTHERS) from error
-            raise
-
-
 class _AcceleratorStandIn:
-    """Stands for the accelerator in a microbatch on the last stage. `answer` answers in place of the other ranks."""
+    """Stands for the accelerator in a microbatch on the last stage. `answer` answers in place of the other ranks;
+    `asked`: whether it has."""
 
     def __init__(self, accelerator: Any, answer: Callable[..., Any]) -> None:
-        self._accelerator, self._answer = accelerator, answer
+        self._accelerator, self._answer, self.asked = accelerator, answer, False
 
     def __getattr__(self, name: str) -> Any:
-        return partial(self._answer, name) if name in OVER_RANKS else getattr(self._accelerator, name)
+        if name not in OVER_RANKS:
+            return getattr(self._accelerator, name)
+        self.asked = True
+        return partial(self._answer, name)
 
 
 @contextmanager
