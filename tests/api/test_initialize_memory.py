@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import penstock
 from penstock.planning.unit_cost import LiveBytes
 from tests.support.ended import run_ranks
 from tests.support.families import FAMILIES, batch
@@ -21,6 +24,7 @@ from tests.support.pool import Pool
 from tests.support.training import parallelize, run_step, train_family
 
 MEBIBYTE = 2**20
+ONE_STAGE = {"model_parallelism": {"pipeline_parallel_size": 1}}
 
 
 def bytes_held(early: bool) -> dict[str, int]:
@@ -103,10 +107,35 @@ def test_resident_memory_of_a_rank_is_its_share() -> None:
         assert measured["kept"] < measured["own"] + 16 * MEBIBYTE
 
 
-def left_over(closed: bool) -> tuple[int, int]:
+class Asks(nn.Module):
+    """Runs only with values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x / 2 if bool((x > 100).any()) else x)
+
+
+class KeepsItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asks() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        self.kept = {"loss": functional.mse_loss(x, labels), "x": x}
+        return self.kept
+
+
+def left_over(closed: bool, keeps: bool) -> tuple[int, int]:
     """Of a pipeline that went out of use: how many parameters are still alive, and how many groups."""
-    model = parallelize(FAMILIES["gpt2"].build(), 1)
-    run_step(model, batch("causal", 4))
+    inputs = {"x": torch.ones(4, 4), "labels": torch.zeros(4, 4)} if keeps else batch("causal", 4)
+    model = KeepsItsLoss() if keeps else FAMILIES["gpt2"].build()
+    model = penstock.initialize(model, ONE_STAGE, example_inputs=inputs if keeps else None)
+    run_step(model, inputs)
     watched = [weakref.ref(parameter) for parameter in model.parameters()]
     groups = [weakref.ref(group) for group in model.pipeline.context.groups._mine]
     if closed:
@@ -118,9 +147,10 @@ def left_over(closed: bool) -> tuple[int, int]:
     return sum(reference() is not None for reference in watched), sum(reference() is not None for reference in groups)
 
 
+@pytest.mark.parametrize("keeps", [False, True], ids=["gpt2", "a model that keeps its loss"])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_pipeline_out_of_use_is_forgotten(pool: Pool, closed: bool) -> None:
-    assert pool.run(2, left_over, closed) == [(0, 0), (0, 0)]
+def test_a_pipeline_out_of_use_is_forgotten(pool: Pool, closed: bool, keeps: bool) -> None:
+    assert pool.run(2, left_over, closed, keeps) == [(0, 0), (0, 0)]
 
 
 def num_threads() -> int:

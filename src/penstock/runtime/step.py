@@ -13,6 +13,7 @@ trained on the same steps."""
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,6 +97,8 @@ class TrainingStep:
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[float] | None = None
         self._position = 0
+        # For a loss's hook. A step that its model keeps a loss of would else be garbage that Python cannot see.
+        self._weakly = weakref.ref(self)
         self._begun = False
         # Why the step was not begun.
         self._refusal: BaseException | None = None
@@ -177,7 +180,7 @@ class TrainingStep:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._output = self._loss = None  # a loss's hook refers to the step: garbage that Python cannot see
+            self._output = self._loss = None
             board.position.leave()
 
     def _fault_of_body(self) -> LoopError:
@@ -295,7 +298,7 @@ class TrainingStep:
         stage = self._program.top
         live = self._live[stage, microbatch]
         self._due, self._backward_called = microbatch, False
-        on_backward = partial(self._backward_begins, microbatch)
+        on_backward = partial(_backward_begins, self._weakly, microbatch)
         if stage == self._program.last:
             assert live.loss is not None
             # A copy: the loop's body may change the loss in place.
@@ -318,7 +321,7 @@ class TrainingStep:
         self._output = output
         return loss
 
-    def _backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    def backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """Progress the user's `backward()`: check that it is due, and unless it is of the last stage give it the next
         one's gradients, or run this stage's with them."""
         if self._backward_called or self._due != microbatch:
@@ -505,3 +508,13 @@ class TrainingStep:
             loss, found = totals.finish()
         multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
         return own, loss, report, found
+
+
+def _backward_begins(
+    step: weakref.ref[TrainingStep], microbatch: int, incoming: torch.Tensor | None
+) -> Sequence[torch.Tensor | None]:
+    """See `TrainingStep.backward_begins`."""
+    running = step()
+    if running is None:
+        raise LoopError(f"backward() of microbatch {microbatch}'s loss was called after its step had ended")
+    return running.backward_begins(microbatch, incoming)

@@ -123,7 +123,8 @@ class ShapeFunctions:
     Attributes:
         meter: makes what each run of a copy is counted by, in its attribute `cost`; None counts nothing.
         seen: what the runs since the last `sync` did besides.
-        hidden: why a unit could not be run as it is, so that something was assumed of it; the first error of each.
+        guessed: why a unit could not be run as it is, so that something was assumed of it: the first error of each in
+            words, as an error itself would keep alive what its callers hold.
     """
 
     def __init__(self, units: dict[str, nn.Module]) -> None:
@@ -132,7 +133,7 @@ class ShapeFunctions:
         # By copy, and by what is alike: the number of the kind.
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
-        self.hidden: dict[str, Exception] = {}
+        self.guessed: dict[str, str] = {}
         # Units whose shapes depend on values of their arguments.
         self._asking: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
@@ -212,10 +213,12 @@ class ShapeFunctions:
                 if values:
                     self._asking.add(name)
                 return found
-        self.hidden.setdefault(name, failures[()])
+        failure = failures[()]
+        first_line = str(failure).strip().partition("\n")[0]
+        self.guessed.setdefault(name, f"{type(failure).__name__}: {first_line}")
         # Costs are those of the parts that run, and of the parameters of those that cannot.
-        answered = None if self.meter is not None else self._answered(name, leaves, spec, str(failures[()]))
-        return self._assuming(name, leaves, spec) if answered is None else answered
+        answered = None if self.meter is not None else self._answered(name, leaves, spec, str(failure))
+        return self._assuming(name, leaves, spec, failure) if answered is None else answered
 
     def _trains(self, name: str) -> bool:
         """Whether something in a unit is in training mode. Costs are compared in evaluation mode."""
@@ -246,11 +249,12 @@ class ShapeFunctions:
                     return None
         return found[0] if found and found[0] == found[-1] else None
 
-    def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec) -> OutputShape:
+    def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, error: Exception) -> OutputShape:
         """The shape of what a unit returns if modules that cannot run keep their input's shape: those inside it, which
-        return it alone or in a tuple, or else the unit as a whole. The unit's owner checks the real shapes."""
+        return it alone or in a tuple, or else the unit as a whole. The unit's owner checks the real shapes. `error` is
+        why the unit could not be run as it is."""
         first = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        whole, error = self._copies[name], self.hidden[name]
+        whole = self._copies[name]
         inside = [*whole.modules()][1:]
         for modules, in_tuple in ((inside, False), (inside, True), ([whole], False)):
             if first is None:

@@ -371,11 +371,10 @@ def _refuse_enclosed(unit: str) -> None:
 
 def _assumed(functions: ShapeFunctions) -> str:
     """The likely reason why a forward cannot be followed: the first unit that could not run unchanged."""
-    for name, error in functions.hidden.items():
-        text = str(error).strip().partition("\n")[0]
+    for name, reason in functions.guessed.items():
         return (
             f"; before that, the shape of what {name} returns was guessed, as its code depends on values that are "
-            f"computed in it ({type(error).__name__}: {text})"
+            f"computed in it ({reason})"
         )
     return ""
 

@@ -195,9 +195,9 @@ class SplitModel:
         return None if name is None else self._forwards.units[name]
 
     @property
-    def guessed(self) -> Mapping[str, Exception]:
+    def guessed(self) -> Mapping[str, str]:
         """The units of whose output's shape something was assumed, as they could not be followed, with the reason."""
-        return self._forwards.functions.hidden
+        return self._forwards.functions.guessed
 
     @property
     def dtype(self) -> torch.dtype:
