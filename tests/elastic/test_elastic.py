@@ -29,7 +29,8 @@ from penstock import (
 from penstock.checkpoint.contents import find_checkpoints
 from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree, leave_world
-from penstock.elastic.membership import MemberRecord, Pulse
+from penstock.elastic.meeting import FolderMeeting
+from penstock.elastic.membership import MemberRecord, Membership, Pulse
 from penstock.elastic.protocol import Decision, MemberReport
 from penstock.runtime import formation
 from tests.support import elastic_runs
@@ -443,6 +444,23 @@ def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_fe
         deciding.join()
         assert following.generation == 1  # found though nobody told of it
     assert reads_a_look[0] == pytest.approx(reads_a_look[1], rel=0.1) and reads_a_look[1] < 6
+
+
+def test_who_was_silent_in_one_generation_and_lives_is_no_suspect_in_the_next(tmp_path: Path) -> None:
+    meeting, failed = FolderMeeting(tmp_path), threading.Event()
+    membership = Membership(meeting, 60.0, "0", 0, "")
+    meeting.put("member/1", MemberRecord(1, "1", 0, "", "host", "elsewhere", 1).to_json())
+    try:
+        for generation in range(2):
+            failed.clear()
+            membership.watch(generation, (0, 1), lambda why, members: failed.set(), patience=60.0)
+            assert membership.silent == set()
+            membership.watch(generation, (0, 1), lambda why, members: failed.set(), patience=0.1)
+            assert failed.wait(60)
+            assert membership.silent == {1}
+            membership.unwatch()
+    finally:
+        membership.close()
 
 
 def test_a_store_that_is_gone_when_members_meet_is_a_failure_that_they_can_go_on_from() -> None:

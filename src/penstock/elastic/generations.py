@@ -220,7 +220,7 @@ class Generations:
         # That others join explains no change to a member that is itself joining.
         explained = following.lost or (following.joining and not report.new)
         self.num_fruitless = 0 if explained else self.num_fruitless + 1
-        self.now = following
+        self.now, self._board = following, None  # its ranks are those of the generation before
         return following
 
     def refuse_if_fruitless(self, error: Exception) -> None:

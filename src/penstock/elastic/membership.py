@@ -136,7 +136,8 @@ class Pulse:
 
 
 class Membership:
-    """This process's membership in the run. `asked`: how many requests to change the members are known here."""
+    """This process's membership in the run. `asked`: how many requests to change the members are known here. `silent`:
+    the members that were silent for too long in the generation that is watched, or was last."""
 
     def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
         self.meeting = meeting
@@ -165,6 +166,8 @@ class Membership:
         """From here on this member is part of a generation: `fail(why, members)` is called, in another thread, when it
         ends, or a member is lost or silent for `patience` seconds."""
         with self._lock:
+            if generation != self._generation:  # whoever is in the next one is alive
+                self.silent.clear()
             self._generation, self._fail, self._patience = generation, fail, patience
             self._watched = members[(members.index(self.id) + 1) % len(members)]
 
@@ -261,7 +264,9 @@ class Membership:
         if pulse.process_has_ended(member):
             self._tell(generation, f"the process of member {member} has ended", (member,))
         elif pulse.still(member) > patience:
-            self.silent.add(member)
+            with self._lock:
+                if generation == self._generation:
+                    self.silent.add(member)
             self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
 
     def _tell(self, generation: int, why: str, members: Sequence[int]) -> None:
