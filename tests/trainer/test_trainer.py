@@ -339,7 +339,7 @@ def test_trainers_without_an_adapter_are_refused_with_what_to_do(name: str) -> N
 @pytest.mark.parametrize("base", [trl.DPOTrainer, trl.GRPOTrainer, trl.SFTTrainer], ids=lambda base: base.__name__)
 @pytest.mark.parametrize("method", ["compute_loss", "_compute_loss", "get_batch_loss_metrics"])
 def test_another_loss_in_a_class_derived_from_trls_is_refused_by_name(base: Any, method: str) -> None:
-    """The adapter knows of which means TRL's loss is made: another one, as GMPO's, would be scaled wrongly."""
+    """The adapter names the means that TRL's loss is the sum of: another loss, as GMPO's, would be scaled wrongly."""
     changed = type("Changed", (base,), {method: lambda *_: None})
     kind: Any = type("Own", (PipelineTrainerMixin, changed), {})
     with pytest.raises(

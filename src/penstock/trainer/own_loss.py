@@ -41,7 +41,7 @@ from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
 from penstock.runtime.inputs import AS_ACCUMULATED
-from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.

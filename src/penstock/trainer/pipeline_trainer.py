@@ -33,11 +33,11 @@ from penstock.checkpoint.training_state import restore_object
 from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
-from penstock.trainer.adapter import not_over_pipelines
-from penstock.trainer.adapters import adapter_of
+from penstock.trainer.choose_adapter import adapter_of
 from penstock.trainer.decisions import CommonDecisions
 from penstock.trainer.pipelines import EqualPipelines, Pipelines
 from penstock.trainer.plugin_pipelines import PluginPipelines
+from penstock.trainer.trainer_adapter import not_over_pipelines
 
 logger = logging.getLogger(__name__)
 

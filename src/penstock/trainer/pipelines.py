@@ -18,7 +18,7 @@ from penstock.config.configuration import Configuration
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import Engine
 from penstock.trainer.accelerator import PipelineAccelerator
-from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from penstock.model.pipeline_model import PipelineModel
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.trainer.accelerator import PipelineAccelerator
-from penstock.trainer.adapter import Figures, NoFigures, counting_alone
 from penstock.trainer.pipelines import Pipelines, T
+from penstock.trainer.trainer_adapter import Figures, NoFigures, counting_alone
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
 REFUSED_IF_SET = {

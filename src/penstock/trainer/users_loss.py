@@ -13,8 +13,8 @@ from transformers import Trainer
 from penstock.modeling.collectives import OwnCollective
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError
-from penstock.trainer.adapter import Figures, NoFigures, not_over_pipelines
 from penstock.trainer.own_loss import OwnLoss
+from penstock.trainer.trainer_adapter import Figures, NoFigures, not_over_pipelines
 
 INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/your_own_loss.md"
 

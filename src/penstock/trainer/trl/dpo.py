@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.own_loss import Term
+from penstock.trainer.trainer_adapter import not_over_pipelines
 from penstock.trainer.trl.pairs import join_pairs, num_pairs, pieces_of_pairs
 from penstock.trainer.trl.reference import AgainstReference
 

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from penstock.trainer.adapter import not_over_pipelines
+from penstock.trainer.trainer_adapter import not_over_pipelines
 
 IGNORED = -100
 # What TRL's losses may ask for: figures of each token, by the names of TRL's fields.

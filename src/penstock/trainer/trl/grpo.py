@@ -19,8 +19,8 @@ from penstock.data.microbatch import split_batch
 from penstock.random_state import all_restored, generators_in_use
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.comm.rollcall import Call
-from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.own_loss import OwnLoss, Term
+from penstock.trainer.trainer_adapter import not_over_pipelines
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from transformers import TrainingArguments
 
 from penstock.data.microbatch import batch_size_of
-from penstock.trainer.adapter import not_over_pipelines
 from penstock.trainer.own_loss import Term
+from penstock.trainer.trainer_adapter import not_over_pipelines
 from penstock.trainer.trl.reference import AgainstReference
 
 # How the names of the mismatched pairs' inputs and figures begin.

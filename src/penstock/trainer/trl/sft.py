@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
-from penstock.trainer.adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import IGNORED
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.

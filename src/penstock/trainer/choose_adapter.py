@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transformers import Trainer
 
-from penstock.trainer.adapter import TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.dpo import DPO
 from penstock.trainer.trl.grpo import GRPO
 from penstock.trainer.trl.kto import KTO
@@ -20,11 +20,11 @@ from penstock.trainer.users_loss import UsersLoss
 
 ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO, ORPO, CPO)
 
-# The methods in which TRL's trainers compute a loss: an adapter knows of which means it is made there.
+# The methods in which TRL's trainers compute a loss: an adapter names the means that this loss is the sum of.
 LOSS_METHODS = ("compute_loss", "_compute_loss", "get_batch_loss_metrics")
 # Why another trainer of TRL is refused, and what to do instead.
 NO_ADAPTER = (
-    "there is no adapter that says of which means its loss is made, and what it generates or computes before that. "
+    "there is no adapter that names the means that its loss is the sum of, and what it generates or computes before. "
     'Write a loop of your own, with the loss as a criterion (docs/your_own_loss.md), or an adapter: "a trainer of TRL" '
     "in docs/architecture.md"
 )

@@ -1,7 +1,7 @@
 """What one kind of Trainer computes and logs in a step and in an evaluation, over whatever pipelines.
 
 `TrainerAdapter` is that of transformers' own `Trainer`. A trainer of TRL with a loss or figures of its own has a class
-in `penstock.trainer.trl`, chosen by `adapters`.
+in `penstock.trainer.trl`, chosen by `choose_adapter`.
 """
 
 from __future__ import annotations
