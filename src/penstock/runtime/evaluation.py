@@ -115,7 +115,7 @@ def _evaluation(
 
 
 def _counts(engine: Engine, prepared: StepInputs, everyone: bool, sequences: SequenceParts | None) -> Sequence[float]:
-    """The numbers of terms in the means of the loss, over all that it is a mean of. For ranks of the last stage."""
+    """The numbers of elements in the means of the loss, over all that it is a mean of. For ranks of the last stage."""
     counts = prepared.total_counts()
     if everyone:
         engine.parts.totals.start_counts(counts)
@@ -133,7 +133,7 @@ def run_forwards(
     counts: Sequence[float] = (),
 ) -> list[Any] | None:
     """Run the forwards; gives the microbatches' outputs on the rank of the last stage, None elsewhere. `counts`: the
-    numbers of terms in the means of the loss, of which the losses are shares."""
+    numbers of elements in the means of the loss, of which the losses are shares."""
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)

@@ -35,7 +35,7 @@ class StepInputs:
     Attributes:
         signatures: each one's plan, and its inputs' shapes and types; equal signatures have equal shapes at every
             boundary. One whose shapes there also depend on the inputs' values is equal to no other.
-        counts: each one's numbers of terms in the means that make up the loss.
+        counts: each one's numbers of elements in the means that make up the loss.
         first_microbatch: the index of the first one in the global batch (it seeds dropout).
         number: the number of the training step, counted from 0 alike on all ranks; it seeds dropout.
         hosts: `microbatches`, with CPU tensors in place of those on an accelerator where there are copies of them.
@@ -104,7 +104,7 @@ class StepInputs:
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
     def shares(self, microbatch: int, totals: Sequence[float]) -> Sequence[float] | None:
-        """What part a microbatch is of each mean over a batch with `totals` terms; None without a loss."""
+        """What part a microbatch is of each mean over a batch with `totals` elements; None without a loss."""
         rule = self.plans[microbatch].loss
         return None if rule is None else rule.shares(self.counts[microbatch], totals)
 
@@ -138,7 +138,7 @@ def _refuse_unlike_losses(plans: Sequence[DataflowPlan]) -> None:
         raise NotImplementedError(
             f"the loss of microbatch {other} is made of other means ({_means(made[other])}) than that of microbatch 0 "
             f"({_means(made[0])}), so it cannot be told what part each is of the batch's: let the model compute the "
-            "same terms for every microbatch (of zeros, where there is nothing to compute)"
+            "same means for every microbatch (of zeros, where there is nothing to compute)"
         )
 
 

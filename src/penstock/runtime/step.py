@@ -258,7 +258,7 @@ class TrainingStep:
                 output, sent = self._compute(stage, microbatch, received, last)
         else:
             output, sent = self._compute(stage, microbatch, received, last)
-        if not self._begun:  # the first stage computes while the ranks meet, unless it needs to know the loss's terms
+        if not self._begun:  # the first stage computes while the ranks meet, unless it needs the loss's counts
             self._begin()
         if not last:
             self._to_next[stage].send_forward(microbatch, sent)
@@ -424,7 +424,7 @@ class TrainingStep:
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def _global_counts(self) -> Sequence[float]:
-        """The numbers of terms in the loss's means, over all pipelines; on the rank of the last stage."""
+        """The numbers of elements in the loss's means, over all pipelines; on the rank of the last stage."""
         if self._total_counts is None:
             self._total_counts = self._inputs.total_counts() if self._own_means else self._totals.finish_counts()
         return self._total_counts

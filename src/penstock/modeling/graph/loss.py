@@ -145,7 +145,7 @@ class LossRule:
 
     Attributes:
         terms: the means that enter the loss; nearly always one.
-        rest: by what all else in the loss is weighted (a router's balance loss); None: as the first term.
+        rest: by what all else in the loss is weighted (a router's balance loss); None: as the first mean.
         exact: False if the loss is, as far as can be seen, no mean or sum over tokens or samples (contrastive losses, a
             mean over what values select): microbatches are then weighted by samples, which equals the unsplit model
             accumulating over the same microbatches, but not the loss of the whole batch at once.
@@ -160,7 +160,7 @@ class LossRule:
 
     @property
     def counted(self) -> tuple[LossTerm, ...]:
-        """What `counts` and `shares` have a number for: the terms, and the rest, if it has its own."""
+        """What `counts` and `shares` have a number for: the means, and the rest, if it has its own."""
         return self.terms if self.rest is None else (*self.terms, self.rest)
 
     def count_later(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> tuple[int | torch.Tensor, ...]:
@@ -191,7 +191,7 @@ class LossRule:
         return _LossWeights(weights, weighted)
 
     def _base(self, shares: Sequence[float]) -> float:
-        """The share by which the whole loss is multiplied, after its terms were weighted against that."""
+        """The share by which the whole loss is multiplied, after its means were weighted against that."""
         return max(shares) if self.rest is None else shares[-1]
 
     def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:

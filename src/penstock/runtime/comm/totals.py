@@ -1,4 +1,4 @@
-"""The sums over the pipelines of a layout in a step, besides gradients: the loss, the terms of its means, samples."""
+"""Sums over a layout's pipelines in a step, besides gradients: the loss, the elements of its means, samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.runtime.context import RankContext
 
 # Means that may make up one loss (BERT's pretraining has two).
-MAX_LOSS_TERMS = 16
+MAX_MEANS = 16
 
 
 class StepFacts(NamedTuple):
@@ -39,22 +39,22 @@ class Totals:
         self._counts_samples = context.pipeline is context.layout.of_replica(context.replica)[0]
         self._context = context
         self._on_host = context.device.type == "cpu"
-        # What is summed of the terms, and of the loss and the facts; and what of it is under way.
+        # What is summed of the elements, and of the loss and the facts; and what of it is under way.
         self._counts, self._num_counts = torch.zeros(0, dtype=torch.float64), 0
         self._loss = self._sums = torch.zeros(())
         self._counting: list[dist.Work] = []
         self._summing: list[dist.Work] = []
 
     def start_counts(self, counts: Sequence[float]) -> None:
-        """Begin to sum the numbers of terms in the loss's means, empty if this pipeline has no microbatch, as is the
+        """Begin to sum the numbers of elements in the loss's means, empty if this pipeline has no microbatch, as is the
         result then; `finish_counts` gives those of the global batch. Both are called on last stages only."""
         # A pipeline without a microbatch does not know how many means there are.
-        if self._several and len(counts) > MAX_LOSS_TERMS:
+        if self._several and len(counts) > MAX_MEANS:
             raise ValueError(
-                f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_LOSS_TERMS} "
+                f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_MEANS} "
                 "at most"
             )
-        self._counts = torch.tensor([*counts, *[0] * (MAX_LOSS_TERMS - len(counts))], dtype=torch.float64)
+        self._counts = torch.tensor([*counts, *[0] * (MAX_MEANS - len(counts))], dtype=torch.float64)
         self._num_counts = len(counts)
         if self._several:
             with self._guard_counts():
@@ -70,7 +70,7 @@ class Totals:
 
     def _guard_counts(self) -> contextlib.AbstractContextManager[None]:
         ranks = dist.get_process_group_ranks(self._context.groups.last_stages)
-        return self._context.board.guard("counting the loss's terms", ranks)
+        return self._context.board.guard("counting the elements of the loss's means", ranks)
 
     def start(self, loss: torch.Tensor, mine: StepFacts = NO_FACTS) -> None:
         """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both. The loss is this
