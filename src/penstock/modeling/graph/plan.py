@@ -20,8 +20,8 @@ from penstock.random_state import key_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """One planned call of a unit, of which it is number `index` from 0; the leaves `like_input` of its output have the
-    shape and dtype of its first argument."""
+    """One planned call of a unit: its `index`-th, counted from 0. The leaves `like_input` of its output have the shape
+    and dtype of its first argument."""
 
     unit: str
     index: int
@@ -38,11 +38,11 @@ class DataflowPlan(ForwardFacts):
         entry: name of the function that is run, `"forward"` for the model itself.
         boundaries: the values that cross each, in the order in which they travel; `boundaries[i]` are those between
             stage i and i + 1.
-        controlled: whether the code after the last unit of every other stage takes a path that depends on values of the
-            last stage, so that the others must leave the forward early.
+        controlled: whether the code that follows the units of all stages but the last takes a path that depends on the
+            last stage's values. The other stages cannot run it: they leave the forward before.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
-        digest: a hash of all of this, which tells this rank's plans apart.
+        digest: a hash of what a stage's run depends on, which tells this rank's plans apart.
         checksum: of what every rank must have alike: which stage makes which call, and what crosses each boundary.
     """
 
@@ -79,27 +79,29 @@ def make_plan(
     last_calls = [-1] * num_stages
     for position, call in enumerate(calls):
         last_calls[call.stage] = position
-    last_users: dict[Value, int] = {}
-    users = [(call.stage, call.unit, traced.sources) for call, traced in zip(calls, trace.calls, strict=True)]
-    for stage, user, sources in (*users, (num_stages - 1, "the model's output", trace.output_sources)):
+    last_stage_using: dict[Value, int] = {}
+    uses = [(call.stage, call.unit, traced.sources) for call, traced in zip(calls, trace.calls, strict=True)]
+    for stage, user, sources in (*uses, (num_stages - 1, "the model's output", trace.output_sources)):
         for source in sources:
             if isinstance(source, ChangedTensor) and stages[source.unit, source.call] != stage:
                 raise NotImplementedError(
-                    f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it"
+                    f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it: put "
+                    "both into one stage with `stages`, or let it change a copy"
                 )
         for value in _values(sources):
-            last_users[value] = max(stage, last_users.get(value, 0))
+            last_stage_using[value] = max(stage, last_stage_using.get(value, 0))
             if stages[value.unit, value.call] > stage:
                 raise NotImplementedError(
                     f"{user} runs on stage {stage} but needs the output of {value.unit}, which runs later, on stage "
-                    f"{stages[value.unit, value.call]}: values cannot flow backwards"
+                    f"{stages[value.unit, value.call]}: values cannot flow backwards. Put both into one stage with "
+                    "`stages`"
                 )
     _refuse_control(trace, stages, last_calls)
 
     order = {(call.unit, call.index): position for position, call in enumerate(calls)}
-    used = sorted(last_users, key=lambda value: (order[value.unit, value.call], value.leaf))
+    used = sorted(last_stage_using, key=lambda value: (order[value.unit, value.call], value.leaf))
     boundaries = (
-        tuple(value for value in used if stages[value.unit, value.call] < stage <= last_users[value])
+        tuple(value for value in used if stages[value.unit, value.call] < stage <= last_stage_using[value])
         for stage in range(1, num_stages)
     )
     plan = DataflowPlan(
@@ -112,14 +114,14 @@ def make_plan(
         last_calls=tuple(last_calls),
         **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},
     )
-    # A set prints in any order, and what the code asks and draws concerns nobody else.
+    # A set prints in any order, and no stage's run depends on what the code asks and draws.
     left_out = ("written", "asks_inputs", "asks_known", "draws", "batchwise", "digest", "checksum")
-    parts = [getattr(plan, part.name) for part in fields(plan) if part.name not in left_out]
-    told = repr((*parts, sorted(map(str, plan.written))))
+    values = [getattr(plan, one.name) for one in fields(plan) if one.name not in left_out]
+    hashed = repr((*values, sorted(map(str, plan.written))))
     # Names and numbers only: what else units return may print an address of this process.
-    alike = repr(([(call.unit, call.index, call.stage) for call in calls], plan.boundaries, entry))
+    compared = repr(([(call.unit, call.index, call.stage) for call in calls], plan.boundaries, entry))
     return replace(
-        plan, digest=hashlib.sha256(told.encode()).hexdigest()[:32], checksum=zlib.crc32(alike.encode())
+        plan, digest=hashlib.sha256(hashed.encode()).hexdigest()[:32], checksum=zlib.crc32(compared.encode())
     )  # fmt: skip
 
 
@@ -135,9 +137,9 @@ def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_ca
             raise NotImplementedError(
                 "its code takes a random path in training, such as skipping whole layers: set its layerdrop to 0"
             )
-        owners = {stages[value.unit, value.call] for value in _values(sources)}
-        walkers = {stage for stage, last_call in enumerate(last_calls) if last_call >= position} | {last}
-        if owners and (len(walkers) > 1 or owners != walkers):
+        producing = {stages[value.unit, value.call] for value in _values(sources)}
+        still_running = {stage for stage, last_call in enumerate(last_calls) if last_call >= position} | {last}
+        if producing and (len(still_running) > 1 or producing != still_running):
             names = ", ".join(sorted({value.unit for value in _values(sources)}))
             raise NotImplementedError(
                 f"what the model's code does next depends on values computed by {names}, which not every stage has"
@@ -153,8 +155,8 @@ class StageCall:
     last: bool  # the stage is done after this call
     sends: tuple[tuple[int, int, bool], ...]  # leaf of the output, position among the values to send, copy
     received: dict[int, tuple[int, bool]]  # {leaf: (position among the values received, copy)}
-    # Every tensor that the call returns was received, or else, where the call also makes entries in mappings, is like
-    # its first argument, and none is written to.
+    # Whether every tensor that the call returns was received. If the call also makes entries in mappings, and none of
+    # its tensors is written to, one that is like its first argument counts, too.
     known: bool
     writable: bool  # placeholders must bear being written to
     seeds: tuple[int, int]  # keys of the random state for the unit, and for the code after it
@@ -197,4 +199,5 @@ def make_stage_plan(plan: DataflowPlan, stage: int) -> StagePlan:
 
 
 def refusal(model: nn.Module, reason: str) -> NotImplementedError:
+    """The error for a model that cannot be split. How it begins is part of the interface."""
     return NotImplementedError(f"Auto policy for {type(model).__name__} is not implemented... {reason}.")
