@@ -5,13 +5,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate
+from penstock.context_parallel.attention import connect
 from penstock.trainer.pipeline_trainer import PipelineTrainer
 from tests.support.context_parallel_ranks import DECODERS, SAMPLES, inputs_of
 from tests.support.families import FAMILIES
@@ -186,3 +189,20 @@ def test_what_cannot_share_sequences_is_refused(pool: Pool) -> None:
         assert "(1 + 1) x tp_size 1 x context_parallel_size 2 = 4 ranks, but the world has 2" in ranks
         assert works == "nothing"
         assert "needs a model of transformers, and Linear is none" in module
+
+
+def attend_with_three_heads() -> str:
+    """On a worker: the error of a layer with a mask for whole sequences, which the ranks' trace did not meet."""
+    layer, exchange = nn.Linear(1, 1), Mock(index=0, size=2)
+    connect(layer, exchange)
+    attend, heads = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None), torch.zeros(1, 3, 4, 2)
+    try:
+        attend(layer, heads, heads, heads, torch.ones(1, 1, 8, 8, dtype=torch.bool))
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_heads_that_parts_cannot_share_are_refused_also_where_no_trace_has_shown_them(pool: Pool) -> None:
+    (said,) = pool.run(1, attend_with_three_heads)
+    assert "Linear has 3 heads of queries and 3 of keys, which 2 ranks cannot share out" in said

@@ -7,8 +7,8 @@ There are two ways, both for whatever attention function a model chooses:
 - **by tokens**: it is given the queries of this part, and the keys and values of all parts, which are gathered. The
   mask has a row for each token of this part, and a column for each of the whole sequence.
 
-By heads is the first choice, as less is exchanged; a layer whose heads cannot be shared out, as a trace of the model
-sees, has all of them go by tokens.
+By heads is the first choice, as less is exchanged. If a trace of the model meets one layer whose heads cannot be shared
+out, every layer goes by tokens.
 
 What tells a part, and the way, is the shape of the mask, see `_way_of`. So a layer that gradient checkpointing runs
 again, in the backward, needs to know nothing else, and whole sequences (in generation, say) go their ordinary way.
@@ -74,7 +74,7 @@ class Exchange:
         return mine
 
     def swap(self, shares: torch.Tensor) -> torch.Tensor:
-        """Along the first dimension: what each rank has for this one, of what each has for all."""
+        """An all-to-all along the first dimension."""
         mine = torch.empty_like(shares)
         with self._board.guard("exchanging heads for tokens of a sequence's parts", self._ranks):
             self._wait(dist.all_to_all_single(mine, shares, group=self._alive(), async_op=True))
@@ -101,7 +101,8 @@ class Exchange:
         return self._group
 
 
-# By module, what its ranks exchange through; its engine has that, which would keep the module here.
+# By module, what its ranks exchange through. Weak: the engine owns the Exchange, and a strong reference would keep the
+# module alive.
 _exchanges: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Exchange]] = weakref.WeakKeyDictionary()
 # The part whose forward is under way.
 _under_way: list[SequencePart] = []
@@ -130,10 +131,10 @@ def _install() -> None:
     get_interface = AttentionInterface.get_interface
 
     @functools.wraps(get_interface)
-    def found(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def of_part(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(_attend, get_interface(self, attn_implementation, default))
 
-    AttentionInterface.get_interface = found
+    AttentionInterface.get_interface = of_part
     masking_utils.find_packed_sequence_indices = functools.partial(
         _separate, masking_utils.find_packed_sequence_indices
     )
@@ -172,7 +173,7 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         skips = {"allow_is_causal_skip": False} if separates else {}
         whole = {**kwargs, **skips, "q_length": cut.length, "kv_length": cut.length, "mask_function": of_whole}
         mask = make(*args, **whole)
-        if mask is None:  # it tells a part by its shape, and takes no memory
+        if mask is None:  # a mask's shape marks it as a part's (`_way_of`); this one takes no memory
             return torch.ones((), dtype=torch.bool, device=places.device).expand(1, 1, cut.length, cut.length)
         return mask
 
@@ -194,8 +195,8 @@ def _attend(
     **kwargs: Any,
 ) -> Any:
     """A model's attention function; a part's queries look at the keys and values of all parts."""
-    way, found = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
-    exchange = None if found is None else found()
+    way, reference = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
+    exchange = None if reference is None else reference()
     if way is None or (exchange is None and not (query.is_meta and _under_way)):
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     cut = _under_way[-1].cut if exchange is None else Cut(attention_mask.shape[3], exchange.index, exchange.size)
@@ -205,6 +206,11 @@ def _attend(
     if exchange is None and _needs_tokens((query, key, value), kwargs, _under_way[-1].shares):
         _under_way[-1].way = AttentionWay.BY_TOKENS
         return attention(module, query, key, value, None, *args, **kwargs)
+    if query.shape[1] % cut.size or key.shape[1] % cut.size:
+        raise NotImplementedError(
+            f"context_parallel_size: {type(module).__name__} has {query.shape[1]} heads of queries and {key.shape[1]} "
+            f"of keys, which {cut.size} ranks cannot share out, and following the model's forward did not show it"
+        )
     mask = None if not any(attention_mask.stride()) else attention_mask
     query, key, value = _some_heads(exchange, cut, (query, key, value))
     output, *_ = attention(module, query, key, value, mask, *args, **kwargs)
@@ -270,7 +276,7 @@ def _own_tokens(exchange: Exchange | None, cut: Cut, heads: torch.Tensor) -> tor
 
 
 def _swap(exchange: Exchange | None, shares: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank has for this one, of what each has for all."""
+    """An all-to-all along the list: each rank gets the one of its index from every rank."""
     if exchange is None:
         return shares
     stacked: torch.Tensor = _Swapped.apply(exchange, torch.stack(shares))  # type: ignore[no-untyped-call]  # torch's has no types
