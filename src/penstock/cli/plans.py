@@ -330,13 +330,13 @@ def fit(
     """
     with waiting("following the model"):
         from penstock.modeling.packed_layers import stacks_of
-        from penstock.planning.cluster import USUAL_BETWEEN, USUAL_INSIDE, Cluster, operations_of, parse_devices
+        from penstock.planning.cluster import USUAL_INSIDE, Cluster, operations_of, parse_devices
         from penstock.planning.fit import profiles_of, ways
         from penstock.planning.qlora import names_to_adapt
         from penstock.planning.report import draw_memory, fit_text
 
         classes = parse_devices(devices, memory, speed)
-        cluster = Cluster(classes, (), USUAL_INSIDE, USUAL_BETWEEN)
+        cluster = Cluster(classes, inside=USUAL_INSIDE)
         fastest = _fastest([kind.name for kind in classes])
         subject, microbatch = _model(model, inputs, microbatch, 1, "float32")
         num_microbatches = _microbatches(global_batch, microbatch, 16)

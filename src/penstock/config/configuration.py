@@ -104,11 +104,8 @@ class Configuration:
             raise ConfigurationError(
                 f'{SECTION}.{key} needs a number of stages, but {SECTION}.pipeline_parallel_size is "auto"'
             )
-        if self.loss_chunk_tokens is not None and self.tensor_parallel_size > 1:
-            raise ConfigurationError(
-                f"{SECTION}.loss_chunk_tokens is for whole heads, and {SECTION}.tensor_parallel_size "
-                f"{self.tensor_parallel_size} shards them, and the loss: leave one of the two out"
-            )
+        sizes = f"{SECTION}.tensor_parallel_size", self.tensor_parallel_size
+        check_whole_head(f"{SECTION}.loss_chunk_tokens", self.loss_chunk_tokens, *sizes)
         if self.trace_steps is not None and self.trace is None:
             raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
 
@@ -187,6 +184,14 @@ def check_value(key: str, value: Any, section: str = "") -> None:
     # What is null by default may be null.
     if not (value is None and getattr(Configuration, key) is None) and not is_allowed(value):
         raise _wrong(f"{section}{key}", value, expected)
+
+
+def check_whole_head(key: str, loss_chunk_tokens: int | None, size_key: str, size: int) -> None:
+    """Raise ConfigurationError for a loss in chunks of a head that tensor parallelism shards."""
+    if loss_chunk_tokens is not None and size > 1:
+        raise ConfigurationError(
+            f"{key} is for whole heads, and {size_key} {size} shards them, and the loss: leave one of the two out"
+        )
 
 
 def check_count(name: str, value: object) -> None:

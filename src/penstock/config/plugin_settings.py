@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.configuration import check_count, check_value
+from penstock.config.configuration import check_count, check_value, check_whole_head
 from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.board import PATIENCE_SECONDS
@@ -55,10 +55,7 @@ class PluginSettings:
         # otherwise; the plugin has always raised TypeError for what is no integer.
         for key in ("batch_dim", "loss_chunk_tokens", "sharded_optimizer", "patience", "timeout"):
             check_value(key, getattr(self, key))
-        if self.loss_chunk_tokens is not None and self.tp_size > 1:
-            raise ValueError(
-                f"loss_chunk_tokens is for whole heads, and tp_size {self.tp_size} shards them: leave one out"
-            )
+        check_whole_head("loss_chunk_tokens", self.loss_chunk_tokens, "tp_size", self.tp_size)
         if self.elastic is not None:
             check_elastic(self.elastic, self.global_batch_size, self.microbatch_size)
             if self.context_parallel_size > 1:

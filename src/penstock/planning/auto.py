@@ -102,6 +102,5 @@ def _job(
     profile: Profile, num_devices: int, num_microbatches: int, schedule: str, memory: float | None, copies: int
 ) -> Job:
     devices = DeviceClass("device", num_devices, memory=memory or math.inf)
-    link = profile.inside or USUAL_INSIDE
-    cluster = Cluster((devices,), inside=link, between=profile.between or link)
+    cluster = Cluster((devices,), inside=profile.inside or USUAL_INSIDE)
     return Job(profile, cluster, num_microbatches, copies, schedules=(schedule,))

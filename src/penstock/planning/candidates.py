@@ -212,17 +212,14 @@ class Candidates:
 
     def bound(self, candidate: Candidate) -> float:
         """A lower bound of its step, with the least seconds a byte of the reduction; see `plan.reductions_of`."""
-        fastest = max(self.job.cluster.inside.bandwidth, self.job.cluster.between.bandwidth)
+        fastest = max(link.bandwidth for link in self.job.cluster.links)
         reduction = 2 * (len(candidate) - 1) / len(candidate) / fastest
         return max(one.bound(count, reduction) for one, count in set(candidate))
 
     def estimate(self, candidate: Candidate) -> tuple[float, Candidate]:
         """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own; and
         the candidate, in which microbatches are given out once more by what the simulation says if that is better."""
-        used = sum(len(one.classes) for one, _ in candidate)
-        cluster = self.job.cluster
-        link = cluster.inside if used <= max(cluster.node_sizes, default=cluster.size) else cluster.between
-
+        link = self.job.cluster.link_among(sum(len(one.classes) for one, _ in candidate))
         late = {}
         for one, count in candidate:
             enough = min(count, STEADY * len(one.classes))

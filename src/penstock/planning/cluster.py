@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from functools import cached_property
 
 from penstock.planning.memory import parse_bytes
+from penstock.runtime.comm.devices import USABLE
 
-# Of a device's memory, what libraries, buffers of messages and fragments leave to a run.
-USABLE = 0.9
 # The search takes memory and time for each device.
 MAX_DEVICES = 4096
 
@@ -59,7 +58,7 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "3060": (25e12, 12e9),
     "3050": (18e12, 8e9),
 }
-_WITHOUT_BFLOAT16 = frozenset({"v100", "v100pcie", "t4"})
+_WITHOUT_BFLOAT16 = ("v100", "v100-pcie", "t4")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class DeviceClass:
 
     @property
     def has_bfloat16(self) -> bool:
-        return _plain(self.name) not in _WITHOUT_BFLOAT16
+        return _plain(self.name) not in map(_plain, _WITHOUT_BFLOAT16)
 
     def __post_init__(self) -> None:
         if self.count < 1 or not self.speed > 0 or not self.memory > 0:
@@ -131,6 +130,15 @@ class Cluster:
     def link(self, first: int, second: int) -> Link:
         same = self.node_of_device[first] == self.node_of_device[second]
         return self.inside if same else self.between
+
+    def link_among(self, num_devices: int) -> Link:
+        """The link of so many devices that are still to be placed: `inside` if a node is large enough for them."""
+        return self.inside if num_devices <= max(self.node_sizes, default=self.size) else self.between
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All that there are."""
+        return (self.inside, self.between) if len(self.node_sizes) > 1 else (self.inside,)
 
 
 def _plain(name: str) -> str:

@@ -178,10 +178,7 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
 def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduction]:
     """The sums of gradients between pipelines, last segment first, each as a ring: 2 (n - 1) / n of its bytes. Devices
     that share sequences take part in it one by one."""
-    if (
-        len(pipelines) * job.context_parallel_size < 2
-        or job.cluster.inside.seconds(1) == job.cluster.between.seconds(1) == 0
-    ):
+    if len(pipelines) * job.context_parallel_size < 2 or not any(link.seconds(1) for link in job.cluster.links):
         return []
     stage_of = [[stage for stage, units in enumerate(pipeline.stages) for _ in units] for pipeline in pipelines]
     found = []
@@ -270,24 +267,25 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
         )
         for own, rank in zip(holders, ranks, strict=True):
             own.append(first + rank)
-    parts, states = list[OwnershipGroup](), list[float]()
-    known: dict[str, int] = {}
+    groups, states = list[OwnershipGroup](), list[float]()
+    known: dict[str, tuple[int, list[int]]] = {}
     for own, unit in zip(holders, job.profile.units, strict=True):
         sizes = list(unit.sizes or (unit.gradients,))
         for name, _, trained in unit.tied:
             if trained and name in known:  # one weight, which more ranks hold
-                index = known[name]
-                parts[index] = parts[index]._replace(holders=(tuple(sorted({*parts[index].holders[0], *own})),))
+                index, first = known[name]
+                every = tuple(sorted({*groups[index].holders[0], *own}))
+                groups[index] = groups[index]._replace(holders=(every,), preferred=tuple(map(every.index, first)))
                 sizes.remove(trained)
             elif trained:
-                known[name] = len(parts) + sizes.index(trained)
+                known[name] = len(groups) + sizes.index(trained), own
         for size in sizes:
-            parts.append(OwnershipGroup((tuple(own),), BYTES_KEPT * size))
+            groups.append(OwnershipGroup((tuple(own),), BYTES_KEPT * size))
             states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
     limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]
     used = [one.weights - (0.0 if math.isinf(limit) else limit) for one, limit in zip(memory, limits, strict=True)]
     kept = [0.0] * len(limits)
-    for part, state, places in zip(parts, states, choose_owners(parts, used), strict=True):
+    for group, state, places in zip(groups, states, choose_owners(groups, used), strict=True):
         for place in places:
-            kept[part.holders[0][place]] += state
+            kept[group.holders[0][place]] += state
     return kept

@@ -125,7 +125,6 @@ class Chain:
         # What crosses before each end; nothing at the model's own ends.
         self._crossing = np.array([0.0, *(part[-1].crossing for part in parts[:-1]), 0.0])
         self._ways = [self._runs(some) for some in (parts, recomputed) if some is not None]
-        self._largest_node = max(cluster.node_sizes, default=cluster.size)
         self._times: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
@@ -152,7 +151,7 @@ class Chain:
 
     def stage_times(self, device_class: int, live: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """For every run of parts on a device: its seconds or its message's, if they are longer; and both together."""
-        link = self.cluster.inside if depth <= self._largest_node else self.cluster.between
+        link = self.cluster.link_among(depth)
         key = device_class, live, link
         if key not in self._times:
             kind = self.cluster.classes[device_class]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.runtime.comm.gloo import await_ranks
 from penstock.runtime.failures.board import FailureBoard, ranks_in_words
 
-# The part of a device's memory that a run may use; `planning.cluster.USABLE` for the devices that it knows by name.
+# Of a device's memory, what libraries, buffers of messages and fragments leave to a run.
 USABLE = 0.9
 
 
