@@ -107,10 +107,10 @@ def peaks_with_logits(chunks: list[int | None]) -> list[float]:
     return peaks
 
 
-def wide_vocabulary() -> Any:
+def wide_vocabulary(**settings: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 16384, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    return FAMILIES["llama"].build(dtype=torch.float32, **sizes)
+    return FAMILIES["llama"].build(dtype=torch.float32, **sizes, **settings)
 
 
 def test_logits_take_what_is_predicted_whole_or_in_chunks(pool: Pool) -> None:
@@ -123,9 +123,9 @@ def test_logits_take_what_is_predicted_whole_or_in_chunks(pool: Pool) -> None:
             assert 0.9 <= estimate.activations / peak <= 1.1, tokens
 
 
-def states_of_optimizer(stages: list[list[list[str]]]) -> float:
+def states_of_optimizer(stages: list[list[list[str]]], is_tied: bool) -> float:
     """Bytes of Adam's two numbers that this rank keeps after a step of pipelines of these stages."""
-    model = wide_vocabulary()
+    model = wide_vocabulary(tie_word_embeddings=is_tied)
     plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, sharded_optimizer=True)
     plugin.set_pipelines([penstock.PipelineTemplate(type(model).__name__, each) for each in stages], [2, 1])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -138,9 +138,10 @@ def states_of_optimizer(stages: list[list[list[str]]]) -> float:
     return float(sum(value.nbytes for value in states if value.dim()))
 
 
-def test_owners_are_those_of_the_run(pool: Pool) -> None:
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_owners_are_those_of_the_run(pool: Pool, is_tied: bool) -> None:
     """Over a pipeline of two stages and one of a single stage, whose rank holds all weights and owns few of them."""
-    profile = profile_model(wide_vocabulary(), 1, 16)
+    profile = profile_model(wide_vocabulary(tie_word_embeddings=is_tied), 1, 16)
     two = profile.units[:2], profile.units[2:]
     kept = [[[unit.name for unit in stage] for stage in stages] for stages in (two, [profile.units])]
     pipelines = [
@@ -150,9 +151,9 @@ def test_owners_are_those_of_the_run(pool: Pool) -> None:
     job = Job(profile, Cluster((DeviceClass("cpu", 3),)), 3, sharded=2)
     plan = evaluate(job, pipelines)
     assert plan is not None
-    found = pool.run(3, states_of_optimizer, kept)
+    found = pool.run(3, states_of_optimizer, kept, is_tied)
     assert [memory.optimizer for memory in plan.memory] == pytest.approx(found, rel=1e-3)
-    assert sum(found) == sum(unit.optimizer for unit in profile.units)
+    assert sum(found) == HeldBytes.together(profile.units).optimizer
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "llama"])

@@ -563,3 +563,19 @@ def test_owners_fill_what_memory_is_left() -> None:
     for part, (place,) in zip(parts, places, strict=True):
         load[part.holders[0][place]] += 1.0
     assert load == [24.0, 24.0, 24.0]
+
+
+def bytes_after_merging() -> tuple[int, int]:
+    """On a worker: those of the optimizer's state here, and of the largest one."""
+    config = LoraConfig(r=2, target_modules=["c_attn", "c_fc", "c_proj"])
+    model = parallelize(get_peft_model(FAMILIES["gpt2"].build(), config), 1, num_microbatches=2, sharded_optimizer=True)
+    model = model.merge_and_unload().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step_on(model, optimizer, 0)
+    return bytes_of([optimizer]), 2 * max(one.nbytes for one in model.parameters())
+
+
+def test_what_is_new_after_merging_adapters_fills_up_what_owners_keep_already(pool: Pool) -> None:
+    """As evenly as may be: Graham's bound is the largest of what is distributed."""
+    (first, largest), (second, _) = pool.run(2, bytes_after_merging)
+    assert abs(first - second) <= largest

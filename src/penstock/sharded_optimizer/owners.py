@@ -31,26 +31,26 @@ class OwnershipGroup(NamedTuple):
     preferred: tuple[int, ...] = ()
 
 
-def choose_owners(parts: Sequence[OwnershipGroup], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
-    """For each part, the places of its owners among its holders, so that the ranks' free memory fills up evenly.
+def choose_owners(groups: Sequence[OwnershipGroup], used: Sequence[float], copies: int = 1) -> list[tuple[int, ...]]:
+    """For each group, the places of its owners among its holders, so that the ranks' free memory fills up evenly.
 
-    The largest part comes first, and each goes to those of its holders that have most left (Graham, "Bounds on
+    The largest group comes first, and each goes to those of its holders that have most left (Graham, "Bounds on
     Multiprocessing Timing Anomalies", 1969, section 3). The same arguments give the same owners.
 
     Args:
-        used: of each rank, the bytes that it uses without these parts, less those that it has.
-        copies: how many owners each part has, if it has as many holders.
+        used: of each rank, the bytes that it uses without these groups, minus the memory that it has.
+        copies: how many owners each group has, if it has as many holders.
     """
-    load, found = list(used), [()] * len(parts)  # type: list[float], list[tuple[int, ...]]
-    for index in sorted(range(len(parts)), key=lambda index: (not parts[index].is_trained, -parts[index].num_bytes)):
-        columns = list(zip(*parts[index].holders, strict=True))
+    load, found = list(used), [()] * len(groups)  # type: list[float], list[tuple[int, ...]]
+    for index in sorted(range(len(groups)), key=lambda index: (not groups[index].is_trained, -groups[index].num_bytes)):
+        columns = list(zip(*groups[index].holders, strict=True))
         fullest = [max(load[rank] for rank in column) for column in columns]
-        preferred = parts[index].preferred or range(len(columns))
+        preferred = groups[index].preferred or range(len(columns))
         ranked = sorted(range(len(columns)), key=lambda place: (place not in preferred, fullest[place]))
         found[index] = tuple(sorted(ranked[:copies]))
         for place in found[index]:
             for rank in columns[place]:
-                load[rank] += parts[index].num_bytes
+                load[rank] += groups[index].num_bytes
     return found
 
 
@@ -68,9 +68,10 @@ def with_owners(
     owners = {(one.name, one.ranks): one.owners for one in before if one.owners}
     first = [one for one in held if one.ranks[0] == context.rank and len(one.ranks) > 1]
     new = [one for one in first if (one.name, one.ranks) not in owners]
-    used = sum(one.parameter.nbytes for one in held) - (device_memory() or 0.0)
+    keeps = [one for one in held if context.rank in owners.get((one.name, one.ranks), ())]
+    used = sum(one.parameter.nbytes for one in held) + BYTES_KEPT * sum(one.parameter.nbytes for one in keeps)
     mine = [
-        used,
+        used - (device_memory() or 0.0),
         [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad, _preferred(one)] for one in new],
     ]
     said = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
@@ -85,13 +86,13 @@ def with_owners(
             sizes[name] = num_bytes
             trained |= {name} if is_trained else set()
     # What is frozen now takes no memory, but may be trained later.
-    parts = [
+    groups = [
         OwnershipGroup(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, preferred[name])
         for name in holders
     ]
-    chosen_places = choose_owners(parts, [float(theirs) for theirs, _ in said], copies)
-    for part, name, chosen in zip(parts, holders, chosen_places, strict=True):
-        owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in part.holders}
+    chosen_places = choose_owners(groups, [float(theirs) for theirs, _ in said], copies)
+    for group, name, chosen in zip(groups, holders, chosen_places, strict=True):
+        owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in group.holders}
     return [replace(one, owners=owners.get((one.name, one.ranks), ())) for one in held]
 
 
