@@ -31,7 +31,7 @@ from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree, leave_world
 from penstock.elastic.meeting import FolderMeeting
 from penstock.elastic.membership import MemberRecord, Membership, Pulse
-from penstock.elastic.protocol import Decision, MemberReport
+from penstock.elastic.protocol import Generation, MemberReport
 from penstock.runtime import formation
 from tests.support import elastic_runs
 from tests.support.families import FAMILIES
@@ -434,15 +434,15 @@ def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_fe
             meeting.reads.clear()
             time.sleep(0.4)
             reads = meeting.reads
-            reads_a_look.append(sum(reads.values()) / max(reads["news"], reads["decision/1"]))
-            meeting.create("decision/1", Decision(1, members).to_json())
+            reads_a_look.append(sum(reads.values()) / max(reads["news"], reads["generation/1"]))
+            meeting.create("generation/1", Generation(1, members).to_json())
 
         deciding = threading.Thread(target=decide)
         deciding.start()
         with mock.patch.object(membership_module, "LOOK_AGAIN", 1.0, create=True):
-            following = agree(membership, Decision(0, members), MemberReport(1, 3), Mock(), announce=True)
+            following = agree(membership, Generation(0, members), MemberReport(1, 3), Mock(), announce=True)
         deciding.join()
-        assert following.generation == 1  # found though nobody told of it
+        assert following.number == 1  # found though nobody told of it
     assert reads_a_look[0] == pytest.approx(reads_a_look[1], rel=0.1) and reads_a_look[1] < 6
 
 
@@ -466,7 +466,7 @@ def test_who_was_silent_in_one_generation_and_lives_is_no_suspect_in_the_next(tm
 def test_a_store_that_is_gone_when_members_meet_is_a_failure_that_they_can_go_on_from() -> None:
     membership = Mock(**{"meeting.clone.side_effect": ConnectionError("no store answers")})
     with pytest.raises(PipelineFailure, match="the members of generation 1 did not meet: no store answers"):
-        Generations.meet(Mock(now=Decision(1, (0, 1)), number=0, membership=membership))
+        Generations.meet(Mock(now=Generation(1, (0, 1)), member=0, membership=membership))
 
 
 def test_what_a_run_needs_is_said_before_anything_is_formed(tmp_path: Path) -> None:

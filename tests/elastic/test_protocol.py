@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move, successor
+from penstock.elastic.protocol import Generation, MemberReport, Move, View, next_move, successor
 
 GOAL = 2
 # One object for each: worlds are looked for among many, and what is the same object need not be compared.
-decision_of, report_of = cache(Decision), cache(MemberReport)
+generation_of, report_of = cache(Generation), cache(MemberReport)
 
 
 class Member(NamedTuple):
@@ -35,12 +35,12 @@ class Member(NamedTuple):
     committed: int = 0
     phase: str = "gradients"
     prepared: bool = False
-    proposal: Decision | None = None
+    proposal: Generation | None = None
 
 
 class World(NamedTuple):
     members: tuple[Member, ...]
-    decisions: tuple[Decision, ...]
+    generations: tuple[Generation, ...]
     reports: frozenset[tuple[int, MemberReport]] = frozenset()
     # (generation, update, member) of all whose gradients were complete then.
     votes: frozenset[tuple[int, int, int]] = frozenset()
@@ -59,7 +59,7 @@ def successors(world: World) -> Iterator[World]:
             continue
         if world.crashes:
             yield world.with_member(number, member._replace(phase="crashed"), crashes=world.crashes - 1)
-        now = world.decisions[member.generation]
+        now = world.generations[member.generation]
         if member.phase == "gradients" and member.committed < GOAL:
             vote = (member.generation, member.committed, number)
             yield world.with_member(
@@ -80,10 +80,10 @@ def successors(world: World) -> Iterator[World]:
             yield from changes(world, number)
         if member.phase == "writing":
             assert member.proposal is not None
-            decisions = world.decisions
-            if len(decisions) == member.generation + 1:  # created once and for all
-                decisions = (*decisions, member.proposal)
-            yield world.with_member(number, member._replace(phase="changing", proposal=None), decisions=decisions)
+            generations = world.generations
+            if len(generations) == member.generation + 1:  # created once and for all
+                generations = (*generations, member.proposal)
+            yield world.with_member(number, member._replace(phase="changing", proposal=None), generations=generations)
 
 
 def updated(member: Member) -> Member:
@@ -93,22 +93,22 @@ def updated(member: Member) -> Member:
 def is_disturbed(world: World, number: int) -> bool:
     """Whether a member may find that its generation is over. It may also think so by mistake."""
     generation = world.members[number].generation
-    others = [other for other in world.decisions[generation].members if other != number]
+    others = [other for other in world.generations[generation].members if other != number]
     gone = any(world.members[other].phase in ("crashed", "ended") for other in others)
     reported = any(
         (generation, report.member) != (generation, number) for g, report in world.reports if g == generation
     )
-    return gone or reported or len(world.decisions) > generation + 1
+    return gone or reported or len(world.generations) > generation + 1
 
 
 def changes(world: World, number: int) -> Iterator[World]:
     """What a member may do to get to the next generation, whomever it takes for lost."""
     member = world.members[number]
-    now = world.decisions[member.generation]
+    now = world.generations[member.generation]
     others = [other for other in now.members if other != number]
     crashed = [other for other in others if world.members[other].phase in ("crashed", "ended")]
     alive = [other for other in others if other not in crashed]
-    decided = world.decisions[member.generation + 1] if len(world.decisions) > member.generation + 1 else None
+    decided = world.generations[member.generation + 1] if len(world.generations) > member.generation + 1 else None
     reports = {report.member: report for generation, report in world.reports if generation == member.generation}
     for mistaken in ((), *((other,) for other in alive if world.mistakes)):
         for size in range(len(crashed) + 1):
@@ -128,7 +128,7 @@ def changes(world: World, number: int) -> Iterator[World]:
                     return
                 if move is Move.DECIDE:
                     going_on, step, calls, _ = successor(view)
-                    proposal = decision_of(
+                    proposal = generation_of(
                         member.generation + 1, tuple(report.member for report in going_on), step=step, calls=calls
                     )
                     yield world.with_member(
@@ -139,20 +139,20 @@ def changes(world: World, number: int) -> Iterator[World]:
 def entered(member: Member, view: View) -> Member:
     """A member takes up the next generation. Here no step may be made twice or left out."""
     decided = view.decided
-    assert decided is not None and decided.generation == member.generation + 1
+    assert decided is not None and decided.number == member.generation + 1
     if decided.step == member.committed + 1:
         assert member.prepared, "it is to make an update of which it has no gradients"
         member = updated(member)
     assert decided.step == member.committed, "an update that it has made would be made again, or one left out"
-    return member._replace(generation=decided.generation, phase="gradients", prepared=False)
+    return member._replace(generation=decided.number, phase="gradients", prepared=False)
 
 
 def check(world: World) -> None:
     """What holds in every world."""
-    for index, decision in enumerate(world.decisions):
-        assert decision.generation == index
+    for index, generation in enumerate(world.generations):
+        assert generation.number == index
     for number, member in enumerate(world.members):
-        assert number in world.decisions[member.generation].members
+        assert number in world.generations[member.generation].members
     # Of one generation nobody is more than the vote under way ahead of another.
     for first, second in combinations(world.members, 2):
         if first.generation == second.generation and "crashed" not in (first.phase, second.phase):
@@ -171,7 +171,7 @@ def hashes_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return found
 
-    for kind in (Decision, MemberReport):
+    for kind in (Generation, MemberReport):
         monkeypatch.setattr(kind, "__hash__", kept(kind.__hash__))
 
 
@@ -189,7 +189,7 @@ def test_every_interleaving_ends_with_one_layout_and_each_update_once(
     num_members: int, crashes: int, mistakes: int, least: int
 ) -> None:
     everyone = tuple(range(num_members))
-    start = World((Member(),) * num_members, (Decision(0, everyone),), crashes=crashes, mistakes=mistakes)
+    start = World((Member(),) * num_members, (Generation(0, everyone),), crashes=crashes, mistakes=mistakes)
     seen, todo, ends = {start}, [start], 0
     while todo:
         world = todo.pop()

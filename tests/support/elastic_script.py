@@ -107,7 +107,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
                     os.kill(os.getpid(), ACTIONS[action])
 
     def generation() -> int:
-        return 0 if plugin.run is None else plugin.run.generations.now.generation
+        return 0 if plugin.run is None else plugin.run.generations.now.number
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
         here("data")
@@ -132,7 +132,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
 
         def state_dict(self) -> dict[str, int]:
             if plugin.run is not None:
-                here(f"saving in {plugin.run.generations.now.generation}")
+                here(f"saving in {plugin.run.generations.now.number}")
             return {}
 
         def load_state_dict(self, state: dict[str, int]) -> None:
@@ -149,12 +149,12 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
             block.register_forward_hook(lambda *_: here(f"forward in {generation()}"))
         if plugin.run is not None:
             form = plugin.run.on_layout
-            plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.generation}"), form(new))[-1]
+            plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.number}"), form(new))[-1]
             adopt = formation.adopt_random_state  # it follows the move
 
             def moved(*given: Any) -> Any:
                 here("moved")
-                here(f"moved in {plugin.run.generations.now.generation}")
+                here(f"moved in {plugin.run.generations.now.number}")
                 return adopt(*given)
 
             formation.adopt_random_state = moved
@@ -167,7 +167,7 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
 
             updates._messages = sending
         step, known = booster.step if store else 0, 0
-        note(begins=step, member=0 if not store else plugin.run.generations.number)
+        note(begins=step, member=0 if not store else plugin.run.generations.member)
         manager = None
         if store and (folder_of := os.environ.get("CHECKPOINTS")):
             objects = {"optimizer": wrapped, "lr_scheduler": scheduler, "dataloader": loader, "own": Own()}

@@ -33,7 +33,7 @@ from penstock.data.loader import HeterogeneousDataLoader
 from penstock.elastic.generations import Generations
 from penstock.elastic.layout_planner import LayoutPlanner
 from penstock.elastic.moving import SharedStates
-from penstock.elastic.protocol import Decision
+from penstock.elastic.protocol import Generation
 from penstock.elastic.run import ElasticRun
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Microbatches, PlacedPipelines, Schedules, check_templates, place_pipelines
@@ -440,7 +440,7 @@ class HeterogeneousParallelPlugin:
                     agree(model, facts, board)
                 fill_values = None if now.is_first else states.values(now)
                 self._model = made = build(model, planned, board, criterion=criterion, fill_values=fill_values)
-            if self.settings.sharded_optimizer == 1 and now.members[0] == generations.number:
+            if self.settings.sharded_optimizer == 1 and now.members[0] == generations.member:
                 logger.warning(
                     "sharded_optimizer with elastic=: one rank keeps each state, so a lost rank sends the run back "
                     "to its checkpoint. With sharded_optimizer=2 two ranks do, and one may be lost"
@@ -473,11 +473,11 @@ class HeterogeneousParallelPlugin:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
         return optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
 
-    def _take_layout(self, generations: Generations, decision: Decision) -> tuple[Layout, ScheduleMaker]:
+    def _take_layout(self, generations: Generations, generation: Generation) -> tuple[Layout, ScheduleMaker]:
         """Make a generation's pipelines those of the plugin, and of its loaders."""
-        self._place(*generations.planner.layout(decision), len(decision.members))
-        rank = decision.members.index(generations.number)
-        self.on_place(rank, len(decision.members))
+        self._place(*generations.planner.layout(generation), len(generation.members))
+        rank = generation.members.index(generations.member)
+        self.on_place(rank, len(generation.members))
         placed = self._known_pipelines
         pipeline = placed.layout.place_of(rank).pipeline
         for loader in self._loaders:

@@ -23,7 +23,7 @@ from penstock.config.elastic import Elastic
 from penstock.elastic.layout_planner import LayoutPlanner
 from penstock.elastic.meeting import STORE_ERRORS, Meeting, meet
 from penstock.elastic.membership import Membership, Pulse, tell
-from penstock.elastic.protocol import Decision, MemberReport, Move, View, next_move
+from penstock.elastic.protocol import Generation, MemberReport, Move, View, next_move
 from penstock.runtime.comm import bootstrap
 from penstock.runtime.comm.devices import use_local_device
 from penstock.runtime.failures import watcher
@@ -44,7 +44,7 @@ WAITING = 10.0
 # How long the members of a run that may be over are looked at before it is taken to be.
 DEAD = 3.0
 _imported = time.time()
-# So many changes in a row that no loss explains, without an update in between, are no accident.
+# So many changes in a row in which nobody was lost and nobody joined, without an update in between, are no accident.
 MOST_FRUITLESS = 3
 
 
@@ -57,11 +57,11 @@ class Generations:
 
     Attributes:
         now: the present generation, the one that is being formed, or the one that says why the run has ended.
-        num_fruitless: how many changes there were in a row that no loss explains.
+        num_fruitless: how many changes there were in a row in which nobody was lost and nobody joined.
         checkpoint: finds step and path of one to go back to, if there is one.
     """
 
-    now: Decision
+    now: Generation
 
     def __init__(self, settings: Elastic, planner: LayoutPlanner, tensor_parallel_size: int, facts: str) -> None:
         self.settings = settings
@@ -75,8 +75,8 @@ class Generations:
         atexit.register(self.membership.close)
 
     @property
-    def number(self) -> int:
-        """This member's id."""
+    def member(self) -> int:
+        """This member's number."""
         return self.membership.id
 
     def close(self) -> None:
@@ -89,11 +89,11 @@ class Generations:
 
     # -- coming ----------------------------------------------------------------------------------------------------
 
-    def enter(self) -> Decision:
+    def enter(self) -> Generation:
         """Wait until this member is part of a generation, the first one or a later one, and meet its other members.
         Raises RuntimeError if the run has ended, ValueError if it refuses this process."""
         self.now = latest(self.membership.meeting) or self._begin()
-        if self.number not in self.now.members:
+        if self.member not in self.now.members:
             self.now = self._join(self.now)
         while True:
             if self.now.end:
@@ -102,7 +102,7 @@ class Generations:
                 self.meet()
             except PipelineFailure as error:
                 self.refuse_if_fruitless(error)
-                self.end(MemberReport(self.number, self.now.step, suspects=self.suspects(), new=True))
+                self.end(MemberReport(self.member, self.now.step, suspects=self.suspects(), new=True))
             else:
                 break
         if self.settings.leave_on_sigterm:
@@ -110,20 +110,20 @@ class Generations:
                 self._on_sigterm = signal.signal(signal.SIGTERM, self._leave)
         return self.now
 
-    def _begin(self) -> Decision:
+    def _begin(self) -> Generation:
         """Meet the other members that begin the run."""
         settings, meeting, pulse = self.settings, self.membership.meeting, self.membership.pulse
         known: list[int] = []
         everyone: list[int] = []
         lost: set[int] = set()
         changed, told = time.monotonic(), False
-        while (first := decision(meeting, 0)) is None:
+        while (first := generation_of(meeting, 0)) is None:
             if pulse.has_news():
                 everyone = pulse.everyone()
-            if pulse.lowest([m for m in everyone if m < self.number], lost, (), FORMING_PATIENCE) is not None:
+            if pulse.lowest([m for m in everyone if m < self.member], lost, (), FORMING_PATIENCE) is not None:
                 time.sleep(PAUSE)  # that one looks after all
                 continue
-            here = [m for m in everyone if m == self.number or not pulse.lost([m], (), FORMING_PATIENCE)]
+            here = [m for m in everyone if m == self.member or not pulse.lost([m], (), FORMING_PATIENCE)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
@@ -132,39 +132,39 @@ class Generations:
                 told = True
                 logger.warning(
                     "member %d waits for others to begin the run: %d of %d processes are here",
-                    self.number, len(here), settings.start,
+                    self.member, len(here), settings.start,
                 )  # fmt: skip
-            if enough and here and here[0] == self.number:
+            if enough and here and here[0] == self.member:
                 proposal = self.planner.decide((), here[: settings.start or len(here)], 0, pulse.record)
-                meeting.create("decision/0", proposal.to_json())
+                meeting.create("generation/0", proposal.to_json())
             time.sleep(PAUSE)
         return first
 
-    def _join(self, now: Decision) -> Decision:
+    def _join(self, now: Generation) -> Generation:
         """Wait for a generation that takes this member in."""
         membership, pulse = self.membership, self.membership.pulse
         membership.ask_to_join()
         pulse.forget()
         lost: set[int] = set()
-        while self.number not in now.members or now.end:
+        while self.member not in now.members or now.end:
             if now.end:
                 raise RunEnded(
                     f"the run that this process was to join has ended at step {now.step}: {now.end}; "
                     "to begin a new one, start all processes again"
                 )
-            if (reason := membership.refusal(self.number)) is not None:
+            if (reason := membership.refusal(self.member)) is not None:
                 raise ValueError(f"the run does not take this process in: {reason}")
             if pulse.lowest(now.members, lost, (), self.settings.hang_timeout) is None:
                 raise RunEnded("the run that this process was to join has ended: none of its members is left")
             time.sleep(PAUSE)
-            if (following := decision(membership.meeting, now.generation + 1)) is not None:
+            if (following := generation_of(membership.meeting, now.number + 1)) is not None:
                 now, lost = following, set()
         return now
 
     def _leave(self, signum: int, frame: Any) -> None:
         """Handles SIGTERM while this process is a member."""
         if not self.membership.wants_to_leave:
-            logger.warning("member %d leaves the run at the end of this step (SIGTERM)", self.number)
+            logger.warning("member %d leaves the run at the end of this step (SIGTERM)", self.member)
             self.membership.wants_to_leave = True
 
     # -- from one to the next --------------------------------------------------------------------------------------
@@ -173,13 +173,13 @@ class Generations:
         """Make torch's default process group of the present generation's members."""
         now = self.now
         try:
-            store = self.membership.meeting.clone().process_store(f"generation {now.generation}", FORMING)
-            form_world(store, now.members.index(self.number), len(now.members), FORMING, self.on_board)
+            store = self.membership.meeting.clone().process_store(f"generation {now.number}", FORMING)
+            form_world(store, now.members.index(self.member), len(now.members), FORMING, self.on_board)
         except PipelineFailure:
             raise
         except STORE_ERRORS as error:
             raise PipelineFailure(
-                f"the members of generation {now.generation} did not meet: {in_one_line(error)}"
+                f"the members of generation {now.number} did not meet: {in_one_line(error)}"
             ) from error
 
     def on_board(self, board: FailureBoard) -> None:
@@ -199,7 +199,7 @@ class Generations:
         def fail(why: str, members: Sequence[int]) -> None:
             board.fail(why, suspects=[now.members.index(member) for member in members])
 
-        self.membership.watch(now.generation, now.members, fail, patience)
+        self.membership.watch(now.number, now.members, fail, patience)
 
     def suspects(self) -> tuple[int, ...]:
         """The members whose loss is on the board, or that were silent for too long."""
@@ -208,12 +208,12 @@ class Generations:
         gone = {members[rank] for rank in lost if rank < len(members)}
         return tuple(sorted(gone | self.membership.silent & set(members)))
 
-    def end(self, report: MemberReport, announce: bool = True) -> Decision:
+    def end(self, report: MemberReport, announce: bool = True) -> Generation:
         """End the present generation with this member's last word in it; see `agree`."""
         self.membership.unwatch()
         before = self.now
 
-        def plan(view: View) -> Decision:
+        def plan(view: View) -> Generation:
             return self.planner.following(view, before, self.membership, self.checkpoint)
 
         following = agree(self.membership, before, report, plan, announce)
@@ -297,8 +297,8 @@ class LeftOut(RuntimeError):
 
 
 def agree(
-    membership: Membership, now: Decision, report: MemberReport, plan: Callable[[View], Decision], announce: bool
-) -> Decision:
+    membership: Membership, now: Generation, report: MemberReport, plan: Callable[[View], Generation], announce: bool
+) -> Generation:
     """End a generation and return the next one. `plan`: makes the next generation, on the member that decides.
     `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not part
     of the next one, unless it is to be `leaving`."""
@@ -311,10 +311,10 @@ def agree(
     deadline = time.monotonic() + REPORT_PATIENCE * membership.hang
     while True:
         if pulse.has_news():
-            decided = decision(meeting, now.generation + 1)
+            decided = generation_of(meeting, now.number + 1)
             if decided is None:
                 for member in now.members:
-                    if member not in reports and (text := meeting.get(f"report/{now.generation}/{member}")) is not None:
+                    if member not in reports and (text := meeting.get(f"report/{now.number}/{member}")) is not None:
                         reports[member] = MemberReport.from_json(text)
                 lost |= {member for member in others if pulse.has_ended(member)}
         if decided is None:
@@ -331,32 +331,32 @@ def agree(
         if move is Move.END and not report.leaving:
             raise LeftOut(
                 f"member {me} was taken for lost, and the others went on without it (generation "
-                f"{now.generation + 1}): it ends. Start it again to join them"
+                f"{now.number + 1}): it ends. Start it again to join them"
             )
         if decided is not None:
             return decided
         if move is Move.REPORT:
-            meeting.create(f"report/{now.generation}/{me}", report.to_json())
+            meeting.create(f"report/{now.number}/{me}", report.to_json())
             if announce:
-                meeting.put(f"ending/{now.generation}", "1")
+                meeting.put(f"ending/{now.number}", "1")
             tell(meeting)
         elif move is Move.DECIDE:
-            meeting.create(f"decision/{now.generation + 1}", plan(view).to_json())
+            meeting.create(f"generation/{now.number + 1}", plan(view).to_json())
             tell(meeting)
         else:
             time.sleep(AGREEMENT_PAUSE * (1 + len(now.members) / MEMBERS_A_PAUSE))
 
 
-def decision(meeting: Meeting, generation: int) -> Decision | None:
-    """What was decided on a generation, None if nothing yet."""
-    text = meeting.get(f"decision/{generation}")
-    return None if text is None else Decision.from_json(text)
+def generation_of(meeting: Meeting, number: int) -> Generation | None:
+    """The generation of a number, None if it is not decided on yet."""
+    text = meeting.get(f"generation/{number}")
+    return None if text is None else Generation.from_json(text)
 
 
-def latest(meeting: Meeting) -> Decision | None:
+def latest(meeting: Meeting) -> Generation | None:
     """The newest generation that was decided on."""
     found, number = None, 0
-    while (following := decision(meeting, number)) is not None:
+    while (following := generation_of(meeting, number)) is not None:
         found, number = following, number + 1
     return found
 

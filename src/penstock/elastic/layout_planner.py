@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from penstock.config.plugin_settings import PluginSettings
 from penstock.elastic.membership import MemberRecord, Membership
-from penstock.elastic.protocol import Decision, MemberReport, View, successor
+from penstock.elastic.protocol import Generation, MemberReport, View, successor
 from penstock.elastic.reshape import Shape, best_shapes, choose, shape_of
 from penstock.layout.layout import Layout
 from penstock.layout.pipelines import Schedules, num_stages_on, schedule_maker
@@ -85,17 +85,17 @@ class LayoutPlanner:
         memory = math.inf if self._memory is None else self._memory
         return best_shapes(self._profile, self._num_microbatches, memory, mappings)
 
-    def layout(self, decision: Decision) -> tuple[list[PipelineTemplate], list[int]]:
+    def layout(self, generation: Generation) -> tuple[list[PipelineTemplate], list[int]]:
         """The templates and microbatches of a generation's pipelines."""
         chosen = {template.modules_per_stage: template for template in self._settings.templates}
         templates = [
-            chosen.get(stages) or PipelineTemplate(self._model_name, stages) for stages, _ in decision.pipelines
+            chosen.get(stages) or PipelineTemplate(self._model_name, stages) for stages, _ in generation.pipelines
         ]
-        return templates, [count for _, count in decision.pipelines]
+        return templates, [count for _, count in generation.pipelines]
 
     def following(
-        self, view: View, now: Decision, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
-    ) -> Decision:
+        self, view: View, now: Generation, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
+    ) -> Generation:
         """The generation after `now`, by what the member that decides sees. `checkpoint`: finds step and path of one to
         go back to, if nobody has some part of the model, or some member is on its way back."""
         reports, step, calls, dropped = successor(view)
@@ -112,7 +112,7 @@ class LayoutPlanner:
         # Only those make weights who begin a run together.
         makes_weights = now.is_first and all(report.new for report in view.reports.values())
         decide = partial(
-            self.decide, generation=now.generation + 1, record=membership.pulse.record, before=now, step=step,
+            self.decide, number=now.number + 1, record=membership.pulse.record, before=now, step=step,
             checkpoint=checkpoint, makes_weights=makes_weights,
         )  # fmt: skip
         found = decide(going_on, joining)
@@ -135,13 +135,13 @@ class LayoutPlanner:
         self,
         reports: Sequence[MemberReport],
         joining: Sequence[int],
-        generation: int,
+        number: int,
         record: Callable[[int], MemberRecord | None],
-        before: Decision | None = None,
+        before: Generation | None = None,
         step: int = 0,
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
         makes_weights: bool = True,
-    ) -> Decision:
+    ) -> Generation:
         """The pipelines of the members that go on, by their reports, and of those that come new. `before`: the
         generation that ends, None at the beginning of a run. `makes_weights`: whether those that come new may make the
         model's values if nobody has any."""
@@ -172,13 +172,13 @@ class LayoutPlanner:
             )
         except (Infeasible, ValueError) as error:
             # Those who came new go on waiting, and all others are told.
-            return Decision(generation, tuple(sorted(held)), step=step, end=str(error), lost=lost)
+            return Generation(number, tuple(sorted(held)), step=step, end=str(error), lost=lost)
         ranks = tuple(member for index in chosen.devices for member in devices[index])
         pipelines = tuple(
             (shape.stages, count) for shape, count in zip(chosen.shapes, chosen.microbatches, strict=True)
         )
-        return Decision(
-            generation,
+        return Generation(
+            number,
             ranks,
             tuple(member for member in joining if member in ranks),
             step,
@@ -218,7 +218,7 @@ class LayoutPlanner:
         complete = [shards for shards in groups.values() if len(shards) == self._tensor_parallel_size]
         return [[shards[shard] for shard in range(self._tensor_parallel_size)] for shards in complete]
 
-    def _pipelines_left(self, before: Decision | None, devices: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _pipelines_left(self, before: Generation | None, devices: Sequence[Sequence[int]]) -> list[list[int]]:
         """The devices that are left of each former pipeline."""
         if before is None or not before.pipelines:
             return []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from penstock.elastic.protocol import Decision
+from penstock.elastic.protocol import Generation
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import contact, wait_for_transfer
@@ -246,11 +246,11 @@ class SharedStates:
         if name in self._received:
             one.load_state_dict(self._received.pop(name))
 
-    def values(self, now: Decision) -> FillValues:
+    def values(self, now: Generation) -> FillValues:
         """What fills in what a member of a generation holds newly, and gives those who join these states."""
         return from_live_ranks(self.optimizer, also=lambda engine: self._share(engine, now))
 
-    def _share(self, engine: Engine, now: Decision) -> None:
+    def _share(self, engine: Engine, now: Generation) -> None:
         if not now.joining or now.is_first:
             return
         groups = self.optimizer.param_groups

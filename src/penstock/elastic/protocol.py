@@ -7,7 +7,7 @@ the other follows. A member that finds itself left out ends.
 
 An update is voted on before it is made. The vote passes on any member only if all had their gradients; so if one
 survivor has made update n, every survivor has what it takes to make it now, and does; otherwise nobody has, and the
-step is run again. `Decision.step` says which, to all alike. `tests/elastic/test_protocol.py` goes through all
+step is run again. `Generation.step` says which, to all alike. `tests/elastic/test_protocol.py` goes through all
 interleavings of a few members.
 
 After a loss a member repeats the calls since the last update whose results are lost, or that others have not completed
@@ -70,8 +70,8 @@ class MemberReport(MemberMessage):
 
 
 @dataclass(frozen=True)
-class Decision(MemberMessage):
-    """A generation.
+class Generation(MemberMessage):
+    """A generation, as its members decide on it: the run from one change of its members to the next.
 
     Attributes:
         step: how many updates all of them have made when it begins.
@@ -87,7 +87,7 @@ class Decision(MemberMessage):
             get what they have.
     """
 
-    generation: int
+    number: int
     members: tuple[int, ...]
     joining: tuple[int, ...] = ()
     step: int = 0
@@ -127,7 +127,7 @@ class View:
     members: tuple[int, ...]
     reports: Mapping[int, MemberReport] = field(default_factory=dict)
     lost: Collection[int] = ()
-    decided: Decision | None = None
+    decided: Generation | None = None
 
 
 def next_move(view: View) -> Move:

@@ -22,7 +22,7 @@ from penstock.data.loader import Batches
 from penstock.elastic.generations import Generations, LeftOut, RunEnded, leave_world
 from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
-from penstock.elastic.protocol import Decision, Log, LoggedCall, MemberReport
+from penstock.elastic.protocol import Generation, Log, LoggedCall, MemberReport
 from penstock.layout.layout import Layout
 from penstock.modeling.weights.whole import unit_of
 from penstock.runtime.comm.rollcall import Call
@@ -60,7 +60,7 @@ class ElasticRun:
         generations: Generations,
         states: SharedStates,
         engine: Engine,
-        on_layout: Callable[[Decision], tuple[Layout, ScheduleMaker]],
+        on_layout: Callable[[Generation], tuple[Layout, ScheduleMaker]],
     ) -> None:
         self.generations = generations
         self.states = states
@@ -88,7 +88,7 @@ class ElasticRun:
         self._handled = generations.now.requests
         self._change: Change | None = None  # under way, until what was lost is done again
         self._has_formed = True  # whether the generation that it led to came about
-        self._interrupted: list[Change] = []  # whose generation came about, and lost a rank before that
+        self._interrupted: list[Change] = []  # that formed, and were hit by a loss before their repeated work ended
         self._migration: Migration | None = None  # of the change under way
         self._redo_from = 0.0
         engine.recovery = self
@@ -282,10 +282,11 @@ class ElasticRun:
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:
-        """Go on without those that were lost, if `error` says that somebody was; otherwise raise it."""
+        """Go over to the next generation if `error` says that a rank was lost, or that the members change; otherwise
+        raise it."""
         while True:
-            rank_was_lost = isinstance(error, PipelineFailure) or is_transport_error(error)
-            if isinstance(error, RunEnded | LeftOut) or not rank_was_lost:
+            is_recoverable = isinstance(error, PipelineFailure) or is_transport_error(error)
+            if isinstance(error, RunEnded | LeftOut) or not is_recoverable:
                 raise error
             self.generations.refuse_if_fruitless(error)
             try:
@@ -306,7 +307,7 @@ class ElasticRun:
         self._migration = self._migration or Migration.of(self.engine)
         following = self._agree(self._make_report(suspects, planned, leaving, self._migration), cause)
         self._change, self._has_formed = self._record_of_change(following, cause, started, failed_at), False
-        if leaving and self.generations.number not in following.members:
+        if leaving and self.generations.member not in following.members:
             self._leave(following.end)
         if following.end:
             raise RunEnded(f"the run cannot go on: {following.end}. {self.engine.board.advice()}")
@@ -318,7 +319,7 @@ class ElasticRun:
     ) -> MemberReport:
         """What this member says at the end of a generation."""
         return MemberReport(
-            self.generations.number,
+            self.generations.member,
             self.step,
             self._log.num_calls,
             self._log.dropped,
@@ -330,7 +331,7 @@ class ElasticRun:
             owned=self._owned_parameters(migration),
         )
 
-    def _agree(self, report: MemberReport, cause: str) -> Decision:
+    def _agree(self, report: MemberReport, cause: str) -> Generation:
         """What the members that are left have decided on."""
         try:
             return self.generations.end(report, announce=not report.ready)
@@ -342,7 +343,7 @@ class ElasticRun:
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
 
-    def _record_of_change(self, following: Decision, cause: str, started: float, failed_at: float | None) -> Change:
+    def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float | None) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
         unfinished: tuple[int, ...] = ()
         if self._change is not None and self._has_formed:
@@ -355,7 +356,7 @@ class ElasticRun:
             "plan": following.seconds,
         }
         return Change(
-            following.generation,
+            following.number,
             cause,
             (*unfinished, *following.lost),
             following.left,
@@ -367,8 +368,9 @@ class ElasticRun:
             seconds,
         )
 
-    def _catch_up(self, following: Decision) -> None:
-        """Make the last update, if another survivor has made it; otherwise forget its gradients."""
+    def _catch_up(self, following: Generation) -> None:
+        """Go to the step at which the next generation begins: that of a checkpoint, or, if another survivor has made
+        the last update, the one after it. Gradients are lost in any case."""
         engine = self.engine
         if following.restore:
             self._log.go_back(engine.step_number)
@@ -389,7 +391,7 @@ class ElasticRun:
         for parameter in self.engine.known.values():
             parameter.grad = None
 
-    def _form(self, following: Decision, change: Change) -> None:
+    def _form(self, following: Generation, change: Change) -> None:
         """Form the next generation: its world, its engine, and the values that this member holds newly."""
         engine = self.engine
         started = time.perf_counter()
@@ -418,25 +420,26 @@ class ElasticRun:
         change.seconds["form"] = time.perf_counter() - started - change.seconds["move"]
         self._redo_from, self._has_formed = time.perf_counter(), True
 
-    def _restore(self, now: Decision, change: Change) -> None:
+    def _restore(self, following: Generation, change: Change) -> None:
         """Go back to a checkpoint: some values were lost."""
         assert self.last_resort is not None
         started = time.perf_counter()
         logger.warning(
             "some values were lost with every rank that had them: the run goes back to step %d, %s",
-            now.step,
-            now.restore,
+            following.step,
+            following.restore,
         )
         try:
             self.in_call = True
-            self.last_resort.go_back(now.step)
+            self.last_resort.go_back(following.step)
         except ValueError as error:
             raise RunEnded(f"the run cannot go on: {error}") from error
         finally:
             self.in_call = False
         self._restoring = self._going_back = False
         self._log.go_back(self.engine.step_number)
-        change.seconds["move"], change.num_bytes = time.perf_counter() - started, 0
+        change.seconds["move"] += time.perf_counter() - started
+        change.num_bytes = 0
 
     def _note_redone(self) -> None:
         if self._change is None:
@@ -450,7 +453,7 @@ class ElasticRun:
     def _leave(self, end: str) -> None:
         """Leave as requested: the others have what they need, unless the run's `end` is that nobody goes on."""
         if not end:
-            logger.warning("member %d has left the run after step %d", self.generations.number, self.step)
+            logger.warning("member %d has left the run after step %d", self.generations.member, self.step)
         else:
             total = "" if self.num_steps is None else f" of {self.num_steps}"
             saved = "this step is not saved"
