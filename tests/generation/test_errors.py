@@ -34,6 +34,13 @@ def test_wrong_arguments_are_refused_and_the_pipeline_goes_on(pool: Pool) -> Non
         assert left == []
 
 
+def test_quantised_caches_are_refused_by_name(pool: Pool) -> None:
+    for errors in pool.run(2, ranks.with_quantised_caches):
+        assert len(errors) == 3
+        for error in errors:
+            assert error.startswith("NotImplementedError: a quantised cache of keys and values")
+
+
 def test_different_arguments_are_noticed_on_every_rank(pool: Pool) -> None:
     expected = ranks.build("gpt2").generate(**ranks.prompt("gpt2"), **ranks.GREEDY)
     wrong = [{"generation_groups": 1.5}, {"generation_groups": 3}, {"assistant_early_exit": 1}, {"max_new_tokens": "6"}]

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
 import penstock
@@ -327,6 +327,18 @@ def after_errors(mistakes: list[dict[str, Any]]) -> tuple[list[str], torch.Tenso
     tokens = model.generate(**prompt("gpt2"), **GREEDY)
     left = [name for name in ("_get_stopping_criteria", "_valid_auto_compile_criteria") if name in vars(model)]
     return errors, tokens, left
+
+
+def with_quantised_caches() -> list[str]:
+    """What is said of one that generate() is to make, of one that it is given, and in an evaluation."""
+    model: Any = parallel(build("gpt2"))
+    inputs, cache = prompt("gpt2"), QuantizedCache("quanto", model.config)
+    with torch.no_grad():
+        return [
+            outcome(lambda: model.generate(**inputs, **GREEDY, cache_implementation="quantized")),
+            outcome(lambda: model.generate(**inputs, **GREEDY, past_key_values=cache)),
+            outcome(lambda: model(**inputs, past_key_values=cache)),
+        ]
 
 
 def different_arguments(others: list[dict[str, Any]]) -> tuple[list[str], torch.Tensor, list[str]]:

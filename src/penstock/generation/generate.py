@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
 from penstock.data.batch import to_device
@@ -30,7 +30,7 @@ from penstock.generation.decoding import Decoding, decoding_of
 from penstock.generation.groups import MANY_POSITIONS, setting
 from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.instrumentation import OnAnotherStage, calls_redirected
-from penstock.modeling.placeholders.caches import past_length
+from penstock.modeling.placeholders.caches import decoder_part, past_length
 from penstock.modeling.stage.outputs import output_with_loss
 from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import refuse_tuples
@@ -107,6 +107,7 @@ def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criter
     refuse_tuples(model, [inputs])
     with autocast(engine.device, engine.autocast), decoding.session():
         _compare(inputs, {}, decoding, f"{type(model).__name__} with a cache")
+        _refuse_quantised_cache(inputs)
         decoding.every_position = True
         output = decoding.forward(inputs)
     loss = None if criterion is None else loss_by(criterion, output, inputs)
@@ -170,7 +171,8 @@ def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: 
 
 
 def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise NotImplementedError for options that bypass the model's forward, ValueError for an empty batch."""
+    """Raise NotImplementedError for options that bypass the model's forward, and for caches that other stages cannot
+    follow; ValueError for an empty batch."""
     for name, reason in REFUSED_SETTINGS.items():
         if setting(name, arguments, model):
             raise NotImplementedError(f"generate({name}=...) is not implemented over pipeline stages: {reason}")
@@ -178,6 +180,7 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
         raise NotImplementedError(
             "continuous batching (cache_implementation='paged') is not implemented over pipeline stages"
         )
+    _refuse_quantised_cache(arguments, setting("cache_implementation", arguments, model))
     if isinstance(arguments.get("custom_generate"), str) or arguments.get("trust_remote_code"):
         raise NotImplementedError(
             "decoding with code from a repository (custom_generate='...', trust_remote_code=True, which contrastive "
@@ -187,6 +190,16 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
     for name, value in arguments.items():
         if name in ("inputs", *MAIN_INPUTS) and isinstance(value, torch.Tensor) and value.dim() and not value.shape[0]:
             raise ValueError(f"the batch is empty: {name} has shape {tuple(value.shape)}, without a single sample")
+
+
+def _refuse_quantised_cache(arguments: Mapping[str, Any], implementation: str | None = None) -> None:
+    """Placeholders have one head and one dimension, which cannot be packed as the owner's keys and values are."""
+    given = (decoder_part(value) for value in arguments.values() if isinstance(value, Cache))
+    if implementation == "quantized" or any(isinstance(cache, QuantizedCache) for cache in given):
+        raise NotImplementedError(
+            "a quantised cache of keys and values (cache_implementation='quantized', QuantizedCache) is not "
+            "implemented over pipeline stages: leave it out; each rank caches the layers of its own stages only"
+        )
 
 
 def _compare(
