@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from other_systems import RULES
 
-from penstock.planning.cluster import USABLE, Cluster, DeviceClass, Link, parse_devices, parse_nodes
+from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import HeldBytes, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import Job, place
 from penstock.planning.planner import Infeasible, equal_pipelines, make_plans, with_equal_pipelines
 from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.search import Chain, find_splits, layouts
+from penstock.runtime.comm.devices import USABLE
 from penstock.schedule import build
 from penstock.schedule.registry import planned_schedules
 from tests.support.planning_cases import (
