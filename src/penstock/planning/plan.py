@@ -273,9 +273,10 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
         sizes = list(unit.sizes or (unit.gradients,))
         for name, _, trained in unit.tied:
             if trained and name in known:  # one weight, which more ranks hold
-                index, first = known[name]
+                index, under_first_name = known[name]
                 every = tuple(sorted({*groups[index].holders[0], *own}))
-                groups[index] = groups[index]._replace(holders=(every,), preferred=tuple(map(every.index, first)))
+                preferred = tuple(map(every.index, under_first_name))
+                groups[index] = groups[index]._replace(holders=(every,), preferred=preferred)
                 sizes.remove(trained)
             elif trained:
                 known[name] = len(groups) + sizes.index(trained), own
