@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 import penstock
@@ -95,8 +97,8 @@ def train(run: Run, folder: str, resume: bool) -> Seen:
     """On a worker: all steps, saving in their middle; or, with `resume`, from there to the end, with other weights,
     another seed and a new process's objects."""
     torch.manual_seed(2 if resume else 1)
-    random.seed(int(resume))
-    np.random.seed(int(resume))
+    random.seed(10 * dist.get_rank() + resume)
+    np.random.seed(10 * dist.get_rank() + resume)
     dtype = torch.float64 if run.double else torch.float32
     settings = {"vocab_size": 98} if run.family == "llama" else {}  # a number that two ranks can share
     model: Any = FAMILIES[run.family].build(dropout=0.0 if run.double else 0.2, dtype=dtype, **settings)
@@ -224,8 +226,19 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_layout(pool: Pool, tmp_path: Path
         (Run("2x5", "adamw", "llama", tp_size=2), [("1x5", 2), ("3x5", 1)]),
         (Run("1x5", "momentum", "llama"), [("2x5", 2)]),
         (Run("1x2,2x3", "adamw", lora=True), [("3x5", 1), (None, 1)]),
+        (Run("2x2,2x3", "adamw"), [("4x5", 1)]),
+        (Run("4x5", "momentum"), [("2x2,2x3", 1), ("1x1,1x2,2x2", 1)]),
     ],
-    ids=["momentum", "adamw", "adafactor", "from tensor parallel", "to tensor parallel", "LoRA"],
+    ids=[
+        "momentum",
+        "adamw",
+        "adafactor",
+        "from tensor parallel",
+        "to tensor parallel",
+        "LoRA",
+        "to one of as many ranks",
+        "from one of as many ranks",
+    ],
 )
 def test_a_run_goes_on_within_rounding_on_other_layouts(
     pool: Pool, tmp_path: Path, first: Run, moves: list[tuple[str | None, int]]
@@ -236,3 +249,21 @@ def test_a_run_goes_on_within_rounding_on_other_layouts(
         again = launch(pool, replace(first, pipelines=pipelines, tp_size=tp_size), tmp_path, resume=True)
         assert again[0].losses == pytest.approx(whole[0].losses[SAVED:], rel=1e-9, abs=0)
         assert samples_of_steps(again) == samples_of_steps(whole)[SAVED:]
+        assert_random_numbers_go_on(by_pipeline(again, pipelines), by_pipeline(whole, first.pipelines))
+
+
+def by_pipeline(ranks: Sequence[Seen], pipelines: str | None) -> list[list[Seen]]:
+    counts = [int(one.split("x")[0]) for one in (pipelines or "1x5").split(",")]
+    tp_size, remaining = len(ranks) // sum(counts), iter(ranks)
+    return [list(itertools.islice(remaining, count * tp_size)) for count in counts]
+
+
+def assert_random_numbers_go_on(again: list[list[Seen]], before: list[list[Seen]]) -> None:
+    """Each pipeline's from its first rank, on all its ranks; those of a new pipeline are its own."""
+    for number, pipeline in enumerate(again):
+        assert all(rank.numbers == pipeline[0].numbers for rank in pipeline)
+        if number < len(before):
+            assert pipeline[0].numbers == before[number][0].numbers[SAVED:]
+        else:
+            drawn = [set(itertools.chain(*other[0].numbers)) for other in again if other is not pipeline]
+            assert not set(itertools.chain(*pipeline[0].numbers)) & set().union(*drawn)

@@ -143,6 +143,11 @@ class Rewards:
         return [sum(int(word[1:]) < 30 for word in one.split()) / (1 + len(one.split())) for one in completions]
 
 
+def policy_arguments(folder: Path, steps: int, pipelines: int, **options: Any) -> GRPOConfig:
+    completions = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.2}
+    return GRPOConfig(**of_trl(folder, steps, pipelines, **{**completions, **options}))
+
+
 def reinforce(
     folder: Path,
     stages: int = 0,
@@ -158,12 +163,12 @@ def reinforce(
     model: Any = None,
     rewards: Callable[..., list[float]] | str | None = None,
     losses: Sequence[Mapping[str, Any]] = (),
+    arguments: GRPOConfig | None = None,
     **options: Any,
 ) -> list[dict[str, float]]:
     """Train with GRPOTrainer. The reference, with `beta`, is the adapters' base, or the model in a folder. `losses`:
-    one for each step. `rewards`: a function, or the folder of a reward model."""
-    completions = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.2}
-    given = of_trl(folder, steps, pipelines, **{**completions, **options})
+    one for each step. `rewards`: a function, or the folder of a reward model. `arguments`: in place of `options`."""
+    arguments = arguments or policy_arguments(folder, steps, pipelines, **options)
     sizes = {**SIZES, **(settings or {})}
     with precisely(dtype):
         model = model or FAMILIES[family].build(dtype=dtype, **sizes)
@@ -172,7 +177,7 @@ def reinforce(
         trainer: Any = (PipelineGRPOTrainer if stages else GRPOTrainer)(
             model,
             reward_funcs=rewards or Rewards(folder),
-            args=GRPOConfig(**given),
+            args=arguments,
             train_dataset=prompts(NUM_PAIRS, 1),
             eval_dataset=prompts(NUM_EVALUATED, 2),
             processing_class=tokenizer(),

@@ -31,7 +31,7 @@ from penstock.trainer.trl.pairs import join_pairs
 from tests.support.families import FAMILIES
 from tests.support.feedback_runs import approve, judge
 from tests.support.pool import Pool
-from tests.support.preference_runs import SIZES, pairs, prefer, prefer_all, prompts, reinforce
+from tests.support.preference_runs import SIZES, pairs, policy_arguments, prefer, prefer_all, prompts, reinforce
 from tests.support.quantised import quantisation, write_base
 from tests.support.trainer_runs import defaults, differences, differences_when_resumed, over, precisely, tokenizer
 from tests.support.training import kept_in_double
@@ -83,6 +83,17 @@ def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: P
         # TRL counts tokens from where its process began.
         wrong = {figure: value for figure, value in found.items() if value > 1e-10 and figure != "num_tokens"}
         assert not wrong, name
+
+
+def test_pipelines_that_are_new_in_a_resumed_run_draw_completions_of_their_own(pool: Pool, tmp_path: Path) -> None:
+    """All completions are of one prompt, which both pipelines have."""
+    run: dict[str, Any] = {"num_generations": 8, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+    pool.run(2, reinforce, tmp_path, 2, 1, 1, init=False, timeout=180, **run)
+    for file in tmp_path.glob("asked-*.txt"):
+        file.unlink()
+    pool.run(4, reinforce, tmp_path, 2, 2, 2, init=False, timeout=180, resume=True, **run)
+    first, second = (file.read_text().splitlines() for file in tmp_path.glob("asked-*.txt"))
+    assert len(first) == len(second) == 4 and not set(first) & set(second)
 
 
 def references(folder: Path, stages: int) -> list[list[float]]:
@@ -185,23 +196,30 @@ def test_tensor_parallel_ranks_give_the_same_run(pool: Pool, tmp_path: Path) -> 
             assert not {name: value for name, value in found.items() if value > 1e-10}
 
 
-def counted(folder: Path) -> tuple[list[str], list[dict[str, float]]]:
-    """Warnings of a run with the generation_batch_size that GRPOConfig computes for so many ranks, and its logs."""
+TWICE = ("first", "second")
+
+
+def counted(folder: Path) -> tuple[list[str], list[list[dict[str, float]]]]:
+    """Warnings and logs of two runs, with the same arguments: the generation_batch_size that GRPOConfig computes for so
+    many ranks."""
     kept, logger = BufferingHandler(1000), logging.getLogger("penstock.trainer.trl.grpo")
     logger.addHandler(kept)
-    logs = reinforce(folder, 2, steps=2, generation_batch_size=16, eval_strategy="no")
+    arguments = policy_arguments(folder, 2, 1, generation_batch_size=16, eval_strategy="no")
+    logs = [reinforce(folder / name, 2, arguments=arguments) for name in TWICE]
     logger.removeHandler(kept)
+    assert arguments.generation_batch_size == 16
     return [record.getMessage() for record in kept.buffer], logs
 
 
 def test_a_generation_batch_of_ranks_is_warned_of_and_becomes_one_of_pipelines(pool: Pool, tmp_path: Path) -> None:
     """Also where it is what GRPOConfig takes by itself: it does not say which of the two it was."""
     plain = reinforce(tmp_path / "plain", steps=2, eval_strategy="no")
-    (warned, logs), (silent, _) = pool.run(2, counted, tmp_path / "split", init=False, timeout=120)
-    (text,) = warned
-    assert text.startswith("generation_batch_size is 8 (") and "not 16" in text and not silent
-    found = differences((logs, tmp_path / "split"), (plain, tmp_path / "plain"))
-    assert not {name: value for name, value in found.items() if value > 1e-10}
+    (warned, runs), (silent, _) = pool.run(2, counted, tmp_path / "split", init=False, timeout=120)
+    text, again = warned
+    assert text.startswith("generation_batch_size is 8 (") and "not 16" in text and again == text and not silent
+    for name, logs in zip(TWICE, runs, strict=True):
+        found = differences((logs, tmp_path / "split" / name), (plain, tmp_path / "plain"))
+        assert not {name: value for name, value in found.items() if value > 1e-10}
 
 
 METRICS: dict[str, Callable[..., list[dict[str, float]]]] = {"DPO": prefer, "reward": judge, "KTO": approve}

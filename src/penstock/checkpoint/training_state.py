@@ -47,6 +47,7 @@ from penstock.checkpoint.untrusted import (
     typed,
 )
 from penstock.modeling.weights.whole import tensor_parallel_place
+from penstock.random_state import key_of, mixed
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
@@ -226,9 +227,12 @@ class _Loading:
         for name, stateful in self._state.objects.items():
             if name in common.objects:
                 restore_object(stateful, common.objects[name], f"the state of {name!r} in {self._directory}")
-        # On another layout those that take a batch go on as the first rank did that took it, or as the first of all.
-        alike = common.pipelines == list(replicas)
+        # On another layout those that take a batch go on as the first rank did that took it. A pipeline that is new
+        # begins with numbers of its own, which follow from those of the first rank of all.
+        alike, replica = common.pipelines == list(replicas), self._world.place.replica
         restore_random_state(self._random_states[self._world.rank if alike else next(iter(self._random_states))])
+        if replica not in common.pipelines:
+            seed_as_new(replica)
 
 
 @contextlib.contextmanager
@@ -405,6 +409,14 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_as_new(replica: int) -> None:
+    """Seed these generators for a new pipeline, by its place and by torch's present numbers."""
+    seed = mixed(int(torch.randint(1 << 62, ())), key_of("a new pipeline", replica))
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # which is all that it takes
+    torch.manual_seed(seed)
 
 
 def check_random_state(name: str, state: Any) -> None:

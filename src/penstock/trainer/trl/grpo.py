@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -90,8 +91,10 @@ class GRPO(OwnLoss):
     def _count_pipelines(self) -> None:
         """Let a generation have the samples of as many steps as asked for: GRPOConfig has counted each rank, as if it
         had samples of its own, and the order of the data depends on this number. It has computed the one of
-        generation_batch_size and steps_per_generation that was not given, so which one was is not known any more."""
-        args, pipelines = self.trainer.args, len(self.engine.layout.pipelines)
+        generation_batch_size and steps_per_generation that was not given, so which one was is not known any more. The
+        user's arguments, of which another trainer may be made, stay as they are."""
+        args = self.trainer.args = copy.copy(self.trainer.args)
+        pipelines = len(self.engine.layout.pipelines)
         counted = args.generation_batch_size
         args.generation_batch_size = args.per_device_train_batch_size * args.steps_per_generation * pipelines
         if counted != args.generation_batch_size and self.engine.rank == 0:
