@@ -110,6 +110,13 @@ def clears_in_place(model: Any, optimizer: Any, out: Any) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
+def clears_one(model: Any, optimizer: Any, out: Any) -> None:
+    """The gradient of the last parameter that has one."""
+    for parameter in [one for one in model.parameters() if one.grad is not None][-1:]:
+        parameter.grad = None
+    out.loss.backward()
+
+
 def loop_with(body: Callable[..., None], stages: int) -> None:
     model = gpt2(stages)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -117,12 +124,29 @@ def loop_with(body: Callable[..., None], stages: int) -> None:
         body(model, optimizer, out)
 
 
-@pytest.mark.parametrize("body", [steps_inside, clears_before, clears_after, clears_in_place])
+@pytest.mark.parametrize("body", [steps_inside, clears_before, clears_after, clears_in_place, clears_one])
 def test_updates_and_zero_grad_inside_the_loop_are_an_error(pool: Pool, body: Any) -> None:
     for stages in (1, 2):
         for error in pool.run(stages, loop_with, body, stages, outcomes=True):
             assert type(error) is LoopError
             assert "inside the loop over microbatches" in str(error)
+
+
+def gives_up(stages: int) -> list[float]:
+    model = gpt2(stages)
+    for number, out in enumerate(model(**batch("causal", 6))):
+        if number == 1:
+            model.zero_grad()
+            break
+        out.loss.backward()
+    model.zero_grad()
+    return run_step(model, batch("causal", 6))
+
+
+def test_a_step_that_is_given_up_may_clear_its_gradients_before_it_breaks(pool: Pool) -> None:
+    (expected,) = pool.run(1, gives_up, 1)
+    for losses in pool.run(2, gives_up, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 # -- parameters that come later ----------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def sum_where_some_are_missing(size: int, owners: tuple[int, ...]) -> tuple[list
     for _ in range(2):
         for weight in weights:
             weight.grad = None
-        reducer.begin()
+        reducer.prepare()
         reducer.enter_backward(final=True)
         for index in (rank, rank + 1):
             (weights[index] * float(1 + index + 10 * rank)).sum().backward()
@@ -103,7 +103,7 @@ def note_launches(case: str) -> tuple[list[str], float]:
         if case == "piecemeal":  # what a reentrant checkpoint does inside one backward
             weight.mul(2.0).sum().backward()
 
-    reducer.begin()
+    reducer.prepare()
     for number in range(2):
         place = f"backward {number}"
         reducer.enter_backward(final=number == 1)
@@ -132,7 +132,7 @@ def switch_on_pieces_late() -> str:
     (weight,) = parameters(1)
     reducer = reducer_of([weight])
     for step in range(2):
-        reducer.begin()
+        reducer.prepare()
         weight.grad = None
         reducer.enter_backward(final=False)
         reducer.enter_backward(final=True)

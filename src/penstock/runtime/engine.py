@@ -302,7 +302,7 @@ class Engine:
         kept = self.split.kept_state = KeptState(self.split.model) if self.report is None else None
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
-        def all_begin() -> Sequence[Hashable]:
+        def meet() -> Sequence[Hashable]:
             gathered = self.parts.compare(roll_call.wait(), batch)
             if number == 0 and len(self.layout.pipelines) > 1:
                 self.parts.warn_of_equal_batches(inputs)
@@ -314,7 +314,7 @@ class Engine:
         try:
             with contextlib.ExitStack() as observed:
                 seen = [observed.enter_context(one.observing(self, number)) for one in self.observers]
-                yield from step.run(all_begin, number, [notes for notes in seen if notes is not None])
+                yield from step.run(meet, number, [notes for notes in seen if notes is not None])
         finally:
             self.split.kept_state = None
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end

@@ -137,7 +137,7 @@ def run_forwards(
     last = program.last
     is_last = program.top == last
     outputs: list[Any] = [None] * len(inputs.microbatches)
-    program.begin(boundaries, inputs, stage_states)
+    program.prepare(boundaries, inputs, stage_states)
     for position, action in numbered(program.actions):
         stage, microbatch = action.stage, action.microbatch
         if program.posts:

@@ -42,11 +42,11 @@ class Program:
     sends_ahead: int
     posts: Sequence[Posts]
 
-    def begin(self, boundaries: Boundaries, inputs: StepInputs, states: Sequence[Hashable]) -> None:
-        """Make ready for the messages of a step or an evaluation; `states`: see `Boundaries.begin`."""
+    def prepare(self, boundaries: Boundaries, inputs: StepInputs, states: Sequence[Hashable]) -> None:
+        """Make ready for the messages of a step or an evaluation; `states`: see `Boundaries.prepare`."""
         boundaries.channels.sends_ahead = self.sends_ahead
         crossing = list(zip(*map(_boundaries, inputs.plans), strict=True))
-        boundaries.begin(self.orders, inputs.signatures, crossing, states)
+        boundaries.prepare(self.orders, inputs.signatures, crossing, states)
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int, far_ahead: bool) -> Program:

@@ -28,6 +28,7 @@ from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure, after
 from penstock.runtime.gradients.gradients import Gradients, autocast_now, multiply_gradients
+from penstock.runtime.gradients.watch import GradientWatch
 from penstock.runtime.inputs import StepInputs
 from penstock.runtime.loss_proxy import (
     LiveMicrobatch,
@@ -106,15 +107,14 @@ class TrainingStep:
         self._backward_called = False
         # What is yielded next, and its loss.
         self._output: Any = None
-        self._loss: Any = None
+        self._yielded_loss: Any = None
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
-        self._losses: list[torch.Tensor] = []
-        # A parameter, its gradient, and how often that was changed, while only the loop's body may change it.
-        self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        # The parameter last looked at, which is tried first the next time.
-        self._witness: torch.Tensor | None = None
-        self._incoming: torch.Tensor | None = None
+        # Of all losses until now.
+        self._values: list[torch.Tensor] = []
+        self._watch = GradientWatch(gradients.parameters)
+        # The gradient that the caller's latest backward() brought, scaled as the caller scales losses.
+        self._callers_gradient: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
         self._proxy_dtype = torch.float64 if split.dtype == torch.float64 else torch.float32
@@ -140,12 +140,12 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, all_begin: Callable[[], Sequence[Hashable]], number: int = 0, notes: Sequence[StepNotes] = ()
+        self, meet: Callable[[], Sequence[Hashable]], number: int = 0, notes: Sequence[StepNotes] = ()
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
         Args:
-            all_begin: waits until all ranks have begun the step, and gives their states, see `Boundaries.begin`; called
+            meet: waits until all ranks have begun the step, and gives their states, see `Boundaries.prepare`; called
                 before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
             notes: are told what runs when.
@@ -153,24 +153,24 @@ class TrainingStep:
         self._inputs, self._notes = replace(self._inputs, number=number), notes
         board = self._board
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
-        self._all_begin = all_begin
+        self._meet = meet
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
-        losses = self._run_actions()
+        due_losses = self._run_actions()
         fault: LoopError | None = None
         try:
-            for self._loss in losses:
+            for self._yielded_loss in due_losses:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
-                if not self._backward_called or self._gradient_changed():
+                if not self._backward_called or self._watch.sees_change():
                     fault = self._fault_of_body()
                     with after(fault):  # the others get it as a failure of this rank
-                        self._run_to_the_end(losses, str(fault))
+                        self._run_to_the_end(due_losses, str(fault))
                     raise fault
             self._finish()
         except GeneratorExit:
-            self._run_to_the_end(losses, self._fault or "a break, or an exception in the loop's body")
+            self._run_to_the_end(due_losses, self._fault or "a break, or an exception in the loop's body")
         except PipelineFailure as failure:
             if self.interruption is not None:
                 raise self.interruption from failure
@@ -180,7 +180,7 @@ class TrainingStep:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._output = self._loss = None
+            self._output = self._yielded_loss = None
             board.position.leave()
 
     def _fault_of_body(self) -> LoopError:
@@ -214,19 +214,20 @@ class TrainingStep:
                 notes.action(kind.value, stage, microbatch, start, time.perf_counter())
         self._position = len(self._program.actions)
         if not self._begun:  # not a single microbatch here
-            self._begin()
+            self._begin_together()
 
-    def _run_to_the_end(self, losses: Iterator[torch.Tensor], fault: str) -> None:
+    def _run_to_the_end(self, due_losses: Iterator[torch.Tensor], fault: str) -> None:
         """The caller has left the loop: call the backwards that are left, which nobody else will."""
         if self._board.failed is not None:
             return
         at = self.microbatch
+        self._watch.stop()
         # Nobody may see an error that is raised here, as of a dropped iterator: the guard tells every rank.
         with self._board.guard("working together"), torch.enable_grad():
             if not self._backward_called:
-                self._loss.backward(self._incoming)
-            for loss in losses:
-                loss.backward(self._incoming)  # scaled as the caller scaled those before
+                self._yielded_loss.backward(self._callers_gradient)
+            for loss in due_losses:
+                loss.backward(self._callers_gradient)
             if self._finish(fault):
                 raise self._board.abort(f"left the training step at microbatch {at}, while others did not ({fault})")
 
@@ -251,7 +252,7 @@ class TrainingStep:
         """Receive, compute, send."""
         last = stage == self._program.last
         if not self._begun and (stage or last):
-            self._begin()
+            self._begin_together()
         received = self._to_previous[stage].recv_forward(microbatch)
         if self._autocasting or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
@@ -259,7 +260,7 @@ class TrainingStep:
         else:
             output, sent = self._compute(stage, microbatch, received, last)
         if not self._begun:  # the first stage computes while the ranks meet, unless it needs the loss's counts
-            self._begin()
+            self._begin_together()
         if not last:
             self._to_next[stage].send_forward(microbatch, sent)
         live = self._live[stage, microbatch] = LiveMicrobatch(list(filter(requires_grad, received)))
@@ -290,7 +291,7 @@ class TrainingStep:
         """Post the receives of the messages that `users` will use, if the program says where."""
         if users:
             if not self._begun:
-                self._begin()
+                self._begin_together()
             self._boundaries.post(users)
 
     def _open_backward(self, microbatch: int) -> torch.Tensor:
@@ -315,15 +316,16 @@ class TrainingStep:
             output = StageOutput(loss, self._inputs.plans[microbatch].fields)
         for channel in self._boundaries.losses_to:
             channel.send([value])
-        if self._losses and self._seen is None:  # zero_grad() at the loop's first microbatch does no harm
-            self._note_gradient()
-        self._losses.append(value)
+        if self._values and not self._watch.has_noted:  # zero_grad() at the loop's first microbatch does no harm
+            self._watch.note()
+        self._values.append(value)
         self._output = output
         return loss
 
-    def backward_begins(self, microbatch: int, incoming: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """Progress the user's `backward()`: check that it is due, and unless it is of the last stage give it the next
-        one's gradients, or run this stage's with them."""
+    def backward_begins(self, microbatch: int, gradient: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """The caller has called `backward()`, which brings the loss's `gradient`: check that it is due. On earlier
+        stages than the last, receive the next stage's gradients, and return them to autograd; or run the stage's
+        backward here, if the proxy is not connected to it."""
         if self._backward_called or self._due != microbatch:
             when = "a second time" if self._due == microbatch else f"while microbatch {self._due} is due"
             self._fault = (
@@ -337,10 +339,12 @@ class TrainingStep:
                 "schedule has no messages. Leave create_graph out, or train this model without pipelines"
             )
             raise LoopError(self._fault)
-        if self._gradient_changed():
+        is_last = microbatch == self.num_microbatches - 1
+        if self._watch.sees_change() or (is_last and self._watch.sees_exchange()):
             self._fault = CHANGED
             raise LoopError(CHANGED)
-        self._backward_called, self._incoming, self._seen = True, incoming, None
+        self._watch.forget()
+        self._backward_called, self._callers_gradient = True, gradient
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
@@ -362,31 +366,12 @@ class TrainingStep:
         loop's body."""
         if live.leaves:
             self._send_backward(self._program.top, microbatch, live)
-        self._note_gradient()
-
-    def _note_gradient(self) -> None:
-        """Remember a gradient that nothing but backwards may change now. Not where it may be summed meanwhile."""
-        self._seen = None
-        if self._anything_shared and self._position == self._program.final_backward:
-            return
-        if self._witness is None or self._witness.grad is None:
-            self._witness = next((one for one in self._gradients.parameters if one.grad is not None), None)
-        if self._witness is not None and (gradient := self._witness.grad) is not None:
-            self._seen = self._witness, gradient, gradient._version
-
-    def _gradient_changed(self) -> bool:
-        """Whether the loop's body has changed a gradient, or dropped it, but for its backward."""
-        if self._seen is None:
-            return False
-        parameter, gradient, version = self._seen
-        if parameter.grad is gradient and gradient._version == version:
-            return False
-        self._seen = None  # said once, as the step still comes to its end
-        return True
+        if not self._anything_shared or self._position != self._program.final_backward:  # else they may be summed now
+            self._watch.note()
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage before the rank's last one, which no user sees."""
-        self._seen = None
+        self._watch.forget()
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
         run_backward(self._live[stage, microbatch].sent, self._to_next[stage].recv_backward(microbatch))
@@ -417,7 +402,7 @@ class TrainingStep:
         self._to_previous[stage].send_backward(microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
-        self._seen = None
+        self._watch.forget()
         waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
         self._queues.run(stage, microbatch, self._reducer.ready if waited_for else None)
 
@@ -431,17 +416,17 @@ class TrainingStep:
 
     # -- the ends of the step --------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin_together(self) -> None:
         """Wait until all ranks have begun the step, and make ready for its messages and gradients."""
         try:
-            states = self._all_begin()
+            states = self._meet()
         except BaseException as error:
             self._refusal = error
             self._board.position.retract()
             raise
         self._begun = True
-        self._gradients.begin(self._loss_scale)
-        self._program.begin(self._boundaries, self._inputs, states)
+        self._gradients.prepare(self._loss_scale)
+        self._program.prepare(self._boundaries, self._inputs, states)
         if self._program.top == self._program.last and not self._own_means:
             # Now, so that no pipeline waits until another's first microbatch has come to its last stage; and also
             # without a microbatch here, of which the others must be told.
@@ -469,12 +454,12 @@ class TrainingStep:
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
         sizes = found.num_samples, found.num_tokens
-        self.report = StepReport(loss, global_loss, seconds, bubble, len(self._losses), *sizes, reduction)
+        self.report = StepReport(loss, global_loss, seconds, bubble, len(self._values), *sizes, reduction)
         only_some_left = 0 < found.num_left < len(self._context.everyone)
         if left or interrupted:  # these say why themselves, and end this
             return left and only_some_left
         if only_some_left:
-            # Never completes: the rank that left raises on every board in place of coming here.
+            # A rank that left raises an error on every rank in place of this sum: that ends the wait for it.
             self._totals.sums([0.0], "asking who left the training step")
         if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
@@ -496,8 +481,8 @@ class TrainingStep:
         totals, reducer, report = self._totals, self._reducer, None
         if self._reduce:
             reducer.launch_rest()
-        losses = self._losses or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
-        own = loss = torch.stack(losses).sum()
+        values = self._values or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
+        own = loss = torch.stack(values).sum()
         mine = found = StepFacts(left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.

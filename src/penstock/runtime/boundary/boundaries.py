@@ -1,4 +1,4 @@
-"""The boundaries between the stages of a pipeline, as one rank sees them: the four messages of a stage, and the loss.
+"""The boundaries between the stages of a pipeline, as one rank sees them: what stages send each other.
 
 Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
 which parameters are trainable in the stages before. The first microbatch with a new combination is preceded by a
@@ -85,14 +85,14 @@ class Boundaries:
         if isinstance(after_top, BoundaryToNext):
             self.after_top = after_top
 
-    def begin(
+    def prepare(
         self,
         orders: Orders,
         signatures: Iterable[Hashable],
         crossing: Sequence[Sequence[Crossing]],
         states: Sequence[Hashable],
     ) -> None:
-        """Start a step or an evaluation.
+        """Make ready for the messages of a step or an evaluation.
 
         Args:
             orders: for each stage of this rank, the microbatches in forward and in backward order.
@@ -102,12 +102,12 @@ class Boundaries:
                 inputs: autocast, and which parameters are trainable up to there.
         """
         self.channels.labels = profiling()
-        self._signatures.begin(signatures)
+        self._signatures.prepare(signatures)
         for stage, (forward, backward) in orders.items():
             if stage:
-                self.to_previous[stage].begin(forward, crossing[stage - 1], states[stage - 1])
+                self.to_previous[stage].prepare(forward, crossing[stage - 1], states[stage - 1])
             if stage in self.to_next:
-                self.to_next[stage].begin(backward, crossing[stage], states[stage])
+                self.to_next[stage].prepare(backward, crossing[stage], states[stage])
 
     def post(self, users: Iterable[Step]) -> None:
         """Post the receives of the messages that these steps will use."""
@@ -132,7 +132,7 @@ class LocalBoundary:
         # Microbatches for which gradients are due.
         self._differentiable: set[int] = set()
 
-    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+    def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         self._activations.clear()
         self._gradients.clear()
         self._differentiable.clear()
@@ -201,8 +201,8 @@ class _RemoteBoundary:
         # The kind of values that was last seen to have had all of them: that of most microbatches.
         self._complete: tuple[Crossing | None, int] = None, 0
 
-    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
-        """Start a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
+    def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        """Make ready for a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
         self._present, self._complete = {}, (None, 0)
@@ -232,8 +232,8 @@ class BoundaryToPrevious(_RemoteBoundary):
     # Of the activations whose receives are posted.
     _expected: deque[_Values]
 
-    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
-        super().begin(order, crossing, state)
+    def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        super().prepare(order, crossing, state)
         self._expected = deque()
         self._post_ahead()
 
@@ -321,8 +321,8 @@ class BoundaryToNext(_RemoteBoundary):
     # Losses whose receives are not posted yet.
     _losses_unposted: int
 
-    def begin(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
-        super().begin(order, crossing, state)
+    def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
+        super().prepare(order, crossing, state)
         self._sent = {}
         self._losses_unposted = 0 if self.losses is None else len(order)
         self._post_ahead()
@@ -441,7 +441,7 @@ class _Signatures:
         self.learned: dict[Hashable, dict[int, _Values]] = {}
         self.numbers: list[int] = []
 
-    def begin(self, signatures: Iterable[Hashable]) -> None:
+    def prepare(self, signatures: Iterable[Hashable]) -> None:
         if len(self._number_of) >= MAX_SIGNATURES:
             self._number_of.clear()
             self.learned.clear()

@@ -29,8 +29,9 @@ class Gradients:
         self.reducer = GradientReducer(held, context, self.queues.awaits)
         self.norm = GradientNorm(held, context)
 
-    def begin(self, loss_scale: float) -> None:
-        self.reducer.begin()
+    def prepare(self, loss_scale: float) -> None:
+        """Before a step's first backward."""
+        self.reducer.prepare()
         # An interrupt in an earlier step may have left some.
         self.queues.clear()
         # Gradients left from an earlier step must have the scale of those that are added to them.
@@ -38,7 +39,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget what is under way."""
-        self.reducer.clear()
+        self.reducer.forget_sums()
         self.queues.clear()
 
 

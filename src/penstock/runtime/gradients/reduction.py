@@ -1,15 +1,16 @@
 """Gradient reduction between pipelines and between the holders of tied weights, overlapped with cool-down.
 
-Every parameter has a set of ranks that hold it: one in each pipeline for an ordinary parameter (all parameters of a
-segment share the set), more for a tied weight. Gradients are *summed* over that set: each microbatch's loss is already
-its share of the global batch's loss (see docs/exactness.md). A bucket is launched as soon as the step's last backward
-has completed it, always in one order, last units first, which is the order in which cool-down completes them.
+Every parameter has a set of ranks that hold it: one in each pipeline for an ordinary parameter, more for a tied weight.
+Gradients are *summed* over that set: each microbatch's loss is already its share of the global batch's loss (see
+docs/exactness.md). Parameters of one set share buckets. A bucket is launched as soon as the step's last backward has
+completed it, or the last action W if its weight gradients are deferred; always in one order, last units first, which is
+the order in which cool-down completes them.
 
-A sum may hold up what a rank does after it, so no sum may wait for that. One that is launched before the last gradients
-are sent to the previous stage waits, over other pipelines, at most for later units, and only later units' stages come
-before. This does not hold for a tied weight that several stages of one pipeline have, nor on a rank with several
-stages, whose last backward is not that of its last units: such sums are launched after the rank's last message, those
-of tied weights as the last ones on all ranks.
+A launched sum can block what this rank sends later. So a sum is launched early only if its other holders cannot be
+waiting for those sends. Before the last gradients are sent to the previous stage that is so: over other pipelines, such
+a sum waits at most for later units, and only later units' stages come before. It is not so for a tied weight that
+several stages of one pipeline have, nor on a rank with several stages, whose last backward is not that of its last
+units: such sums are launched after the rank's last message, those of tied weights as the last ones on all ranks.
 
 Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then."""
 
@@ -47,10 +48,15 @@ class GradientReducer:
         self._shared = [one for one in held if len(one.ranks) > 1]
         self._parameters = [one.parameter for one in self._shared]
         self._arrange(tuple(map(requires_grad, self._parameters)))
+        # Nothing is launched before the final backward of a step. From then on the reducer is armed: a parameter whose
+        # gradient is complete is not pending in its bucket any more, and a bucket in which none is pending is launched
+        # if it is the next one. Those still pending at the end of the step are launched there.
         self._armed = False
+        # The bucket to launch next.
         self._next = 0
-        # Parameters accumulated in the backward under way; those accumulated several times in one (a reentrant
-        # checkpoint runs backwards of its own inside); whether a backward has shown which ones these are.
+        # Parameters accumulated in the backward under way. Those accumulated several times in one (a reentrant
+        # checkpoint runs backwards of its own inside) are piecemeal, and stay pending. A backward must have been
+        # observed to know which ones these are, so the reducer is never armed in the first one.
         self._accumulated: set[int] = set()
         self._piecemeal: set[int] = set()
         self._observed = False
@@ -88,7 +94,7 @@ class GradientReducer:
         self._num_early = self._num_allowed = 0 if len(self._context.stages) > 1 else len(buckets) - len(late)
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Before a step's first backward.
 
         Gradients left from an earlier step are sums over all holders already. They must be counted once in the next
@@ -101,7 +107,7 @@ class GradientReducer:
             self._arrange(included)
         self._num_allowed = self._num_early
         for bucket in self.buckets:
-            bucket.release()
+            bucket.drop_unused_buffer()
         others = (bucket for bucket in self.buckets if bucket.keepers[0] != self._context.rank)
         for parameter in (parameter for bucket in others for parameter in bucket.parameters):
             if parameter.grad is not None and id(parameter) in self._summed_already:
@@ -114,7 +120,7 @@ class GradientReducer:
         self._accumulated.clear()
         if final and self._observed:
             for bucket in self.buckets:
-                bucket.reset()
+                bucket.expect_all()
             self._armed = True
         self._observed = True
 
@@ -176,8 +182,8 @@ class GradientReducer:
         num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         return ReductionReport(num_bytes, intervals, waited if host_waits else None)
 
-    def clear(self) -> None:
-        """Forget everything under way, so that nothing keeps a dead group's connections open."""
+    def forget_sums(self) -> None:
+        """Forget all sums under way, so that nothing keeps a dead group's connections open."""
         for bucket in self.buckets:
             bucket.works.clear()
 
@@ -240,7 +246,7 @@ class Bucket:
     def __str__(self) -> str:
         return f"{self.num_bytes / 1e6:.3g} MB of gradients over ranks {', '.join(map(str, self.ranks))}"
 
-    def reset(self) -> None:
+    def expect_all(self) -> None:
         """Expect every trainable parameter's gradient again."""
         self.pending = {id(parameter) for parameter in self.parameters if parameter.requires_grad}
 
@@ -249,12 +255,12 @@ class Bucket:
         """Whether its one gradient is summed where it is."""
         return len(self.parameters) == 1 and self.num_bytes >= BUCKET_BYTES
 
-    def release(self) -> None:
-        """Let go of the buffer, unless gradients of earlier steps are in it."""
+    def drop_unused_buffer(self) -> None:
+        """Drop the buffer, unless gradients of earlier steps are in it."""
         if all(parameter.grad is None for parameter in self.parameters):
-            self._let_go()
+            self._drop_buffer()
 
-    def _let_go(self) -> None:
+    def _drop_buffer(self) -> None:
         self._flat, self._views, self._presence = None, [], None
 
     def launch(self, group: dist.ProcessGroup, rank: int) -> None:
@@ -282,7 +288,7 @@ class Bucket:
         on_cpu = flat.device.type == "cpu"
         alone = len(self.keepers) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
         owner = self.ranks.index(self.keepers[0]) if alone else None
-        for tensor in (flat, presence)[: 1 + self.in_place]:
+        for tensor in (flat, presence) if self.in_place else (flat,):
             # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             self.works.append(group.allreduce([real]) if owner is None else group.reduce(real, owner))
@@ -299,7 +305,7 @@ class Bucket:
             self.finished_at = time.perf_counter()
         if rank not in self.keepers:
             self._absent = []
-            self.release()
+            self.drop_unused_buffer()
             return
         _, views, presence = self._buffer()
         # Reading the flags waits for an accelerator; a rank that has every gradient need not read them.
@@ -309,7 +315,7 @@ class Bucket:
                 self.parameters[index].grad = views[index]
         self._absent = []
         if self.in_place:
-            self._let_go()
+            self._drop_buffer()
 
     def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """What is summed, each gradient's part of it, and the numbers that say who has one."""
@@ -317,7 +323,8 @@ class Bucket:
         if self.in_place and (found := _dense(first)) is not None:
             self._flat, self._views = found.view(-1), [found]
         elif self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
-            sizes += [] if self.in_place else [len(sizes)]
+            if not self.in_place:
+                sizes.append(len(sizes))
             self._flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
             pieces = self._flat.split(sizes)[: len(self.parameters)]
             self._views = [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
