@@ -31,6 +31,16 @@ class ByAllNorms(torch.optim.SGD):
         return super().step(closure)
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise of its own, which depends on nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data.add_(torch.randn_like(one), alpha=group["lr"])
+
+
 class Strict(torch.optim.Optimizer):
     """Takes groups alone, with exactly these options, and updates one kind by Adam's signs, the other by products."""
 
@@ -61,7 +71,7 @@ ALONE: list[Any] = [
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        *((make, Dependence.NOTHING) for make in ALONE),
+        *((make, Dependence.NOTHING) for make in (*ALONE, Noisy)),
         (OWN.Adafactor, Dependence.MATRIX),
         (OWN.Muon, Dependence.MATRIX),
         (partial(Adafactor, relative_step=False), Dependence.MATRIX),

@@ -1,7 +1,8 @@
 """What an optimizer's update of a weight depends on, as it is seen on tiny weights: a fresh optimizer of the same class
 and options takes a few steps on one, on that beside another, and on its halves.
 
-Only what these steps show is found: not what begins later, and nothing of an optimizer that cannot be made anew."""
+Only what these steps show is found: not what begins later, and nothing of an optimizer that draws random numbers, or
+that cannot be made anew."""
 
 from __future__ import annotations
 
@@ -52,13 +53,15 @@ def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.de
     left, right = one.chunk(2, dim=2)
     try:
         with RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad():
-            (alone,) = _updates(optimizer, group, [one])
+            (alone,), (again,) = _updates(optimizer, group, [one]), _updates(optimizer, group, [one])
             together, _ = _updates(optimizer, group, [one, other])
             rows = torch.cat(_updates(optimizer, group, [top, bottom]), dim=0)
             columns = torch.cat(_updates(optimizer, group, [left, right]), dim=1)
     except OwnCollective:
         return Dependence.RANKS
     except Exception:  # whatever a class of the user's raises that cannot be made like this
+        return Dependence.NOTHING
+    if not _alike(alone, again):  # it draws random numbers
         return Dependence.NOTHING
     if not _alike(alone, together):
         return Dependence.PARAMETERS
