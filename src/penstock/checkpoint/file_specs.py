@@ -81,7 +81,7 @@ class SavingReport:
 
     Attributes:
         holdings: the tensors that it can give.
-        written: the names of those that it writes, where each is written once; of a rank of another pipeline than the
+        to_write: the names of those that it writes, where each is written once; of a rank of another pipeline than the
             first those that it writes nevertheless.
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
@@ -90,7 +90,7 @@ class SavingReport:
 
     place: SavingRank
     holdings: dict[str, HeldTensor] = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)
+    to_write: list[str] = field(default_factory=list)
     wanted: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
@@ -100,7 +100,7 @@ class SavingReport:
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
-    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.written]
+    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.to_write]
     order = attrgetter("number", "tensor_parallel_rank")
     return sorted(writers, key=lambda rank: order(reports[rank].place))
 
@@ -171,8 +171,8 @@ class Folder:
         """The files in which this rank has a part, in an order that is the same on all ranks."""
         raise NotImplementedError
 
-    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> dict[str, Any] | None:
-        """Write a file. What a `FileEntry` says of it, once `behind` is left; None in a folder without such."""
+    def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> dict[str, Any] | None:
+        """Write a file. What a `FileEntry` says of it, once `background` is left; None in a folder without such."""
         raise NotImplementedError
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
@@ -210,7 +210,7 @@ def tell_reports(
     ranks: CheckpointRanks, what: str, report: Callable[[], SavingReport], unchanged: str = ""
 ) -> list[SavingReport]:
     """Make a report on every rank; returns every rank's. See `CheckpointRanks.together`."""
-    said = ranks.together(f"comparing what ranks hold to {what}", lambda: asdict(report()), unchanged)
+    said = ranks.together(f"comparing what ranks hold, to {what}", lambda: asdict(report()), unchanged)
     return [typed(SavingReport, one, f"what rank {rank} says") for rank, one in enumerate(said)]
 
 

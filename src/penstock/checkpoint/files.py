@@ -44,24 +44,24 @@ def write_tensors(
     path: str,
     tensors: Mapping[str, torch.Tensor],
     save_function: SaveFunction | None = None,
-    behind: BackgroundWork | None = None,
+    background: BackgroundWork | None = None,
     metadata: Mapping[str, str] = MappingProxyType({}),
     plain: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
     """Write tensors, as `tensors.to_cpu` makes them, to a new file, whose format follows from the name, and have them
-    on disk before returning; with `behind` when this is left. `metadata`: what else a file of safetensors says.
+    on disk before returning; with `background` when this is left. `metadata`: what else a file of safetensors says.
     `plain`: what else one of torch's holds. Returns what a `TensorInfo` says of each, once the checksums are there.
     Raises CheckpointError, whatever went wrong."""
-    if behind is None:
-        with BackgroundWork() as behind:
-            return write_tensors(path, tensors, save_function, behind, metadata, plain)
+    if background is None:
+        with BackgroundWork() as background:
+            return write_tensors(path, tensors, save_function, background, metadata, plain)
     infos = {name: {"shape": list(one.shape), "dtype": dtype_name(one.dtype)} for name, one in tensors.items()}
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
-    told = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
-    behind.do(partial(_add_checksums, infos, tensors))
-    with told():
+    explained = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
+    background.do(partial(_add_checksums, infos, tensors))
+    with explained():
         if path.endswith(".safetensors"):
-            write_safetensors(path, tensors, behind, told, metadata)
+            write_safetensors(path, tensors, background, explained, metadata)
             return infos
         if save_function is not None:
             save_function({**tensors, **plain}, path)
@@ -167,12 +167,12 @@ def flush_files(paths: Iterable[str]) -> None:
     """Have files, and the names in directories, on disk. Several at a time, which file systems write down at once."""
 
     def flush(path: str) -> None:
-        with writing(path, "on disk"):
+        with writing(path, "flushing to disk"):
             flush_file(path)
 
-    with BackgroundWork(_FLUSHED_AT_ONCE) as behind:
+    with BackgroundWork(_FLUSHED_AT_ONCE) as background:
         for path in paths:
-            behind.do(partial(flush, path))
+            background.do(partial(flush, path))
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ _ALIGNMENT = 8
 
 
 # Around a flush: says what could not be written if it fails.
-Told = Callable[[], AbstractContextManager[None]]
+Explained = Callable[[], AbstractContextManager[None]]
 
 
 class BackgroundWork:
@@ -317,15 +317,19 @@ class BackgroundWork:
 
 
 def write_safetensors(
-    path: str, tensors: Mapping[str, torch.Tensor], behind: BackgroundWork, told: Told, metadata: Mapping[str, str]
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    background: BackgroundWork,
+    explained: Explained,
+    metadata: Mapping[str, str],
 ) -> None:
-    """See `write_tensors`. Tensors are not to be changed until `behind` is left. Raises ValueError if the format has no
-    such dtype, OSError if it cannot be written."""
+    """See `write_tensors`. Tensors are not to be changed until `background` is left. Raises ValueError if the format
+    has no such dtype, OSError if it cannot be written."""
     # Larger elements first, as in safetensors: so every tensor begins at a multiple of its element's size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     since = 0
-    file = behind.open(path)
-    flush = partial(_flush, file, told)
+    file = background.open(path)
+    flush = partial(_flush, file, explained)
     _write_all(file, memoryview(_header(tensors, order, metadata)))
     for name in order:
         content = bytes_of(tensors[name])
@@ -334,9 +338,9 @@ def write_safetensors(
             _write_all(file, chunk)
             since += len(chunk)
             if since >= _FLUSHED:
-                behind.do(flush)
+                background.do(flush)
                 since = 0
-    behind.do(flush)
+    background.do(flush)
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:
@@ -344,8 +348,8 @@ def _write_all(file: FileIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-def _flush(file: FileIO, told: Told) -> None:
-    with told():
+def _flush(file: FileIO, explained: Explained) -> None:
+    with explained():
         os.fsync(file.fileno())
 
 

@@ -140,7 +140,7 @@ class ModelFolder(Folder):
         was_packed = getattr(getattr(self.model, "hf_quantizer", None), "pre_quantized", False)
         return self.options.save_original_format and isinstance(self.model, PreTrainedModel) and not was_packed
 
-    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> None:
+    def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> None:
         assert not isinstance(content, bytes)
         tensors = revert_weight_conversion(self.model, content) if self._reverted else content
         wanted = to_cpu({name: tensors[name] for name in file.outputs})
@@ -149,7 +149,7 @@ class ModelFolder(Folder):
             shared = [name for name, tensor in wanted.items() if first.setdefault(id(tensor), name) != name]
             wanted.update({name: wanted[name].clone() for name in shared})
         plain = {} if self.options.safe_serialization else {n: wanted.pop(n) for n in [*wanted] if n.endswith(MARK)}
-        # Not with `behind`, which keeps tensors until all files are written.
+        # Not with `background`, which keeps tensors until all files are written.
         path, save = os.path.join(folder, file.name), self.options.save_function
         write_tensors(path, wanted, save, metadata=self.metadata, plain=as_values(plain))
 
@@ -164,7 +164,7 @@ class ModelFolder(Folder):
             start, shards = index, self.files
             write_index(folder, index, self.index["weight_map"], self.index["metadata"])
         found = sorted(os.listdir(directory))
-        hiding = [name for name in reversed(search_order[: search_order.index(start)]) if name in found]
+        read_first = [name for name in reversed(search_order[: search_order.index(start)]) if name in found]
         old = [index] if index in found and index != start else []
         # A safetensors checkpoint hides a .bin one that may stand beside it, but does not replace it.
         replaced = [index] if options.safe_serialization else [one for _, one in names.values()]
@@ -172,7 +172,7 @@ class ModelFolder(Folder):
             is_old = name not in self.files and any(is_shard(name, one) for one in replaced)
             if is_old and is_regular(os.path.join(directory, name)):
                 old.append(name)
-        return Replacement(self.sides, [start], shards, hiding, old)
+        return Replacement(self.sides, [start], shards, read_first, old)
 
 
 def _on_meta(source: Source) -> torch.Tensor:
@@ -244,7 +244,7 @@ class AdapterFolder(Folder):
         sources = first_holders(reports, names=reports[leader].wanted)
         return [FileSpec(f"{ADAPTER} of {self.adapter}", leader, sources)]
 
-    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> None:
+    def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> None:
         assert not isinstance(content, bytes)
         with writing(folder, file.name, sum(tensor.nbytes for tensor in content.values())):
             with shown_whole(self.model):
@@ -259,7 +259,7 @@ class AdapterFolder(Folder):
         first, second = (f"{ADAPTER}{extension}" for extension in EXTENSIONS)
         hides = second in written and first not in written and kind_of(os.path.join(directory, first)) is not None
         others = [name for name in written if name not in weights]
-        return Replacement(others, weights, hiding=[first] if hides else [])
+        return Replacement(others, weights, read_first=[first] if hides else [])
 
 
 # -- parallel checkpoints ----------------------------------------------------------------------------------------------
@@ -301,9 +301,9 @@ class ParallelFolder(Folder):
             if place.is_leader:
                 self.sides = write_side_files(self.model, folder)
         once = self.once or not place.is_writer
-        written = [name for part in self._parts.values() for name in part] if once else []
+        to_write = [name for part in self._parts.values() for name in part] if once else []
         members, values = self._optimizer.members, self._optimizer.values
-        return SavingReport(place, holdings, written, members=members, values=values)
+        return SavingReport(place, holdings, to_write, members=members, values=values)
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, files, parts = writers_of(reports)[0], list[FileSpec](), self._to_write(reports, rank)
@@ -325,8 +325,8 @@ class ParallelFolder(Folder):
         return rank_file_name(STEMS[part], *ranks, self.options.extension, self.options.variant)
 
     def _to_write(self, reports: Sequence[SavingReport], rank: int) -> dict[str, Mapping[str, torch.Tensor]]:
-        """Of the tensors and states that this rank holds, those that no rank before it writes. Of what is sharded, each
-        tensor-parallel rank holds another part."""
+        """The tensors and states that this rank holds and no rank before it writes. Each tensor-parallel rank holds
+        another part of what is sharded."""
         writers = writers_of(reports)
         if not self.once or rank not in writers:
             return self._parts
@@ -339,13 +339,13 @@ class ParallelFolder(Folder):
             return parameter, state, place.tensor_parallel_rank if parameter in shards else 0
 
         before = [reports[one] for one in writers[: writers.index(rank)]]
-        written = {key(name, report.place) for report in before for name in report.written}
+        written = {key(name, report.place) for report in before for name in report.to_write}
         return {
             part: {name: tensor for name, tensor in tensors.items() if key(name, self._place) not in written}
             for part, tensors in self._parts.items()
         }
 
-    def write(self, file: FileSpec, content: Content, folder: str, behind: BackgroundWork) -> dict[str, Any]:
+    def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> dict[str, Any]:
         path, place = os.path.join(folder, file.name), self._place
         entry = {"part": file.part, "stage": place.number, "tensor_parallel_rank": place.tensor_parallel_rank}
         if isinstance(content, bytes):
@@ -356,7 +356,7 @@ class ParallelFolder(Folder):
         if self.options.safe_serialization:
             first, stored = first_of_tied(tied_groups(self.model)), dict[tuple[str, int], str]()
             tensors = {n: one for n, one in tensors.items() if stored.setdefault((first.get(n, n), id(one)), n) == n}
-        infos = write_tensors(path, tensors, self.options.save_function, behind)
+        infos = write_tensors(path, tensors, self.options.save_function, background)
         return entry | {"size": os.path.getsize(path), "tensors": infos}
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:

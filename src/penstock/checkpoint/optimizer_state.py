@@ -49,7 +49,7 @@ def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
 
 
 def written_elsewhere(model: nn.Module, found: OptimizerState) -> OptimizerState:
-    """Of what a rank of another pipeline than the first holds: what no rank of that keeps, so that this one writes."""
+    """What a rank of another pipeline than the first holds, no rank of the first keeps, and so this one writes."""
     engine = known_of(model).engine
     held, first = ((), set()) if engine is None else (engine.held, set(engine.layout.pipelines[0].ranks()))
     index = 0 if engine is None else engine.place.tensor_parallel_rank

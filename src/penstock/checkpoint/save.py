@@ -4,8 +4,8 @@ All that Penstock writes into a folder goes one sequence over a plan of files (s
 method of the model's own class writes is a plan, too, but no folder: see `model_methods.save_by_own_method`.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
-which end when a rank is lost or the program destroys its groups. So they leave word in the staging folder, which all
-ranks see: a small file each. The rank that puts the files in place waits for them.
+which end when a rank is lost or the program destroys its groups. So each marks in the staging folder, which all ranks
+see, that it is done: by a small file. The leader, which puts the files in place, waits for them.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Save:
 
     def run(self) -> None:
         with self._staged() as (path, reports):
-            every = partial(each_file, self._folder, reports, self._ranks)
-            written = self._together("writing the files", lambda: self._write(path, every), self._intact)
+            for_each_file = partial(each_file, self._folder, reports, self._ranks)
+            written = self._together("writing the files", lambda: self._write(path, for_each_file), self._intact)
             self._together(
                 "putting the files in place",
                 lambda: self._commit(path, written),
@@ -123,8 +123,8 @@ class Save:
             )
 
     def run_in_background(self, saver: Saver, given_up: Callable[[], str | None]) -> None:
-        """Copy everything to host memory, and write it in a thread. No rank talks to another there: each leaves word of
-        what it has written in the staging folder, and the one that puts the files in place waits for that."""
+        """Copy everything to host memory, and write it in a thread. No rank talks to another there: each marks in the
+        staging folder what it has written, and the leader, which puts the files in place, waits for that."""
         copies: list[tuple[FileSpec, Content]] = []
 
         def copy(file: FileSpec, content: Content) -> None:
@@ -133,23 +133,21 @@ class Save:
         with self._staged() as (path, reports):
             work = partial(each_file, self._folder, reports, self._ranks, copy)
             self._together("copying to host memory", work, self._intact)
-        words = [word_name(reports[rank].place) for rank in writers_of(reports)]
-        saver.start(self._directory, lambda: self._finish_alone(path, words, copies, given_up))
+        marks = [done_name(reports[rank].place) for rank in writers_of(reports)]
+        saver.start(self._directory, lambda: self._finish_alone(path, marks, copies, given_up))
 
     def _finish_alone(
         self,
         path: str,
-        words: Sequence[str],
+        marks: Sequence[str],
         copies: Sequence[tuple[FileSpec, Content]],
         given_up: Callable[[], str | None],
     ) -> None:
-        if (own := word_name(self._place)) not in words:
+        if (own := done_name(self._place)) not in marks:
             return
         try:
-            leave_word(
-                os.path.join(path, own), lambda: self._write(path, lambda write: [write(*one) for one in copies])
-            )
-            self._commit(path, words_of(path, words, given_up))
+            mark_done(os.path.join(path, own), lambda: self._write(path, lambda write: [write(*one) for one in copies]))
+            self._commit(path, marked_done(path, marks, given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             self._discard(path)
@@ -179,7 +177,7 @@ class Save:
                 if theirs != own:
                     raise CheckpointError(f"was asked for {own}, but rank {rank} for {theirs}")
             found = self._folder.report(self._place, path)
-            if (self._place.is_writer or found.written) and not os.path.isdir(path):
+            if (self._place.is_writer or found.to_write) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return found
 
@@ -190,20 +188,24 @@ class Save:
             raise
 
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
-        return self._ranks.together(f"{phase} to save to {self._directory}", work, unchanged)
+        return self._ranks.together(f"{phase} of the save to {self._directory}", work, unchanged)
 
-    def _write(self, path: str, every: Callable[[Write], object]) -> Entries:
-        """Write the files that `every` calls its argument with; what they hold, once all are on disk."""
+    def _write(self, path: str, for_each_file: Callable[[Write], object]) -> Entries:
+        """Write the files with which `for_each_file` calls its argument; what they hold, once all are on disk."""
         entries: dict[str, Any] = {}
-        with BackgroundWork() as behind:
-            every(lambda file, content: entries.update({file.name: self._folder.write(file, content, path, behind)}))
+        with BackgroundWork() as background:
+
+            def write(file: FileSpec, content: Content) -> None:
+                entries[file.name] = self._folder.write(file, content, path, background)
+
+            for_each_file(write)
         return {name: entry for name, entry in entries.items() if entry is not None}
 
     def _commit(self, path: str, written: Iterable[Entries]) -> None:
         if not self._place.is_leader:
             return
-        every = {name: entry for entries in written for name, entry in entries.items()}
-        entries = typed(dict[str, FileEntry], every, f"what was written to {path}")
+        said = {name: entry for entries in written for name, entry in entries.items()}
+        entries = typed(dict[str, FileEntry], said, f"what was written to {path}")
         commit(self._directory, os.path.basename(path), self._folder.replacement(self._directory, path, entries))
         self._afterwards()
 
@@ -216,7 +218,7 @@ logger = logging.getLogger(__name__)
 PAUSE = 0.02
 STANDSTILL = 600.0
 
-# Ends the name of an empty file, for which there is always room, in the place of a word.
+# Ends the name of an empty file, for which there is always room, in the place of one that marks a rank as done.
 _FAILED = ".failed"
 
 
@@ -256,7 +258,7 @@ class Saver:
         """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            ranks.together(f"writing the files to save to {_pending[pending]}", lambda: _finish(pending))
+            ranks.together(f"writing the files of the save to {_pending[pending]}", lambda: _finish(pending))
 
 
 # Saves that nobody has finished yet, each with its folder.
@@ -287,20 +289,20 @@ def _finish_all() -> None:
         os._exit(1)
 
 
-# -- words in the staging folder ---------------------------------------------------------------------------------------
+# -- who is done, in the staging folder --------------------------------------------------------------------------------
 
 
-def word_name(place: SavingRank) -> str:
+def done_name(place: SavingRank) -> str:
     """The file in which a rank says that it has written its files."""
     return f"written_tp_{place.tensor_parallel_rank}_pp_{place.number}.json"
 
 
-def leave_word(path: str, write: Callable[[], Entries]) -> None:
-    """Write a rank's files, and leave word of them at `path`, or of a failure, which is raised."""
+def mark_done(path: str, write: Callable[[], Entries]) -> None:
+    """Write a rank's files, and say what they are in a file at `path`; or mark a failure there, which is raised."""
     try:
-        word = json.dumps(write()).encode()
+        entries = json.dumps(write()).encode()
         # Read by processes that live, so it need not be on disk.
-        write_bytes(path + ".draft", word)
+        write_bytes(path + ".draft", entries)
         with writing(path, "a small file"):
             os.replace(path + ".draft", path)
     except Exception:
@@ -309,8 +311,8 @@ def leave_word(path: str, write: Callable[[], Entries]) -> None:
         raise
 
 
-def words_of(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[Entries]:
-    """Wait for the words of these names, and give what each says.
+def marked_done(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[Entries]:
+    """Wait for the files of these names, with which ranks mark that they are done, and give what each says.
 
     Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
     """

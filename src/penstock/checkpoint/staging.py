@@ -43,7 +43,7 @@ class Replacement:
     starts: Sequence[str]
     files: Collection[str] = ()
     # Files that readers would start from before `starts`, the one in use until now last.
-    hiding: Sequence[str] = ()
+    read_first: Sequence[str] = ()
     # Files of earlier checkpoints that nothing refers to any more.
     old: Sequence[str] = ()
 
@@ -80,7 +80,7 @@ def discard(directory: str, staging: str, made: Sequence[str] = ()) -> None:
 def commit(directory: str, staging: str, what: Replacement) -> None:
     """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is. If
     it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
-    for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
+    for target in (*what.sides, *what.starts, *what.files, *what.read_first, *what.old):
         path = os.path.join(directory, target)
         found = kind_of(path)
         if found not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
@@ -93,7 +93,7 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
     for name in what.starts:
         _replace(os.path.join(folder, name), os.path.join(directory, name))
         flush_file(directory)
-    for name in what.hiding:
+    for name in what.read_first:
         _remove(os.path.join(directory, name))
         flush_file(directory)
     _put_in_place(directory, staging, what.files, list(filter(INDEX.fullmatch, what.starts)))
