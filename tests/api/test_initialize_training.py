@@ -314,7 +314,7 @@ def clip_what_no_rank_can() -> list[str]:
         save_alone,
     ):
         before = gradients_of(model)
-        with pytest.raises((ValueError, RuntimeError)) as caught, mock.patch.object(rollcall, "PATIENCE", 0.3):
+        with pytest.raises((ValueError, RuntimeError)) as caught, mock.patch.object(rollcall, "SIGNAL_GRACE", 0.3):
             attempt()
         assert_same_gradients(gradients_of(model), before, 0.0)
         messages.append(str(caught.value))

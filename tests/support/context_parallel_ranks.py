@@ -276,7 +276,7 @@ def evaluate_on_all_but_the_last() -> tuple[str, Step]:
     model, inputs, said = _initialize("llama"), inputs_of("padded"), "nothing"
     with kept_in_double():
         try:
-            with mock.patch.object(rollcall, "PATIENCE", 0.3), torch.no_grad():
+            with mock.patch.object(rollcall, "SIGNAL_GRACE", 0.3), torch.no_grad():
                 if torch.distributed.get_rank() < torch.distributed.get_world_size() - 1:
                     model(**inputs)
                 else:

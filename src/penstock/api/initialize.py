@@ -38,7 +38,7 @@ from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import kinds_of_inputs, new_job
 from penstock.runtime.options import EngineOptions
-from penstock.schedule.registry import AUTO, DEFERRING, DEFERRING_IN_A_V, PLAIN, build, resolve_auto
+from penstock.schedule.registry import AUTO, DEFERRING, PLAIN, ZERO_BUBBLE_V, build, resolve_auto
 from penstock.schedule.text import own_or_named, summary_of, written_schedule
 from penstock.sharded_optimizer.updates import owner_choice_for
 from penstock.simulation.simulate import predicted_steps
@@ -145,7 +145,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     if configuration.pipeline_parallel_size == 1:
         configuration = replace(configuration, schedule=resolve_auto(asked, deferring_pays=False))
     elif asked == AUTO and _pays_in_a_v(configuration, found.costs):
-        configuration = replace(configuration, schedule=DEFERRING_IN_A_V)
+        configuration = replace(configuration, schedule=ZERO_BUBBLE_V)
     if configuration.stages is not None:
         bare = bare_modules(model, found.units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
@@ -206,7 +206,7 @@ def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
         return False
     if num_ranks != dist.get_world_size() or len(costs) < 2 * num_ranks or _usual_number(configuration) < 2 * num_ranks:
         return False
-    return _predicted(DEFERRING_IN_A_V, configuration, costs) < 0.99 * _predicted(DEFERRING, configuration, costs)
+    return _predicted(ZERO_BUBBLE_V, configuration, costs) < 0.99 * _predicted(DEFERRING, configuration, costs)
 
 
 def _predicted(name: str, configuration: Configuration, costs: Sequence[float]) -> float:

@@ -47,7 +47,7 @@ from penstock.planning.auto import auto_pipelines
 from penstock.runtime.comm.bootstrap import rank_and_world_size
 from penstock.runtime.comm.devices import device_memory
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.formation import digest_of, facts_of, new_job
 from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker

@@ -130,7 +130,7 @@ def verify(
 
 
 def worst(rows: list[Row]) -> tuple[Row, ...]:
-    """Of what the ranks say of one thing, the worst."""
+    """The worst of what the ranks say of one thing."""
 
     def weight(row: Row) -> tuple[int, float, bool]:  # what only heard of another rank's error says less
         return _RESULTS.index(row.result), row.difference or 0, not row.reason.startswith("PipelineFailure")

@@ -14,6 +14,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.schedule.registry import AUTO, schedule_names
 
 SECTION = "model_parallelism"
@@ -78,7 +79,7 @@ class Configuration:
     stages: Sequence[Sequence[str]] | None = None
     split_points: Sequence[str] | None = None
     sharded_optimizer: bool | int = False
-    patience: float = 10.0
+    patience: float = PATIENCE_SECONDS
     timeout: float | None = None
     trace: str | None = None
     trace_steps: tuple[int, int] | None = None

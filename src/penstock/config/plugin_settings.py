@@ -12,7 +12,7 @@ import torch
 from penstock.config.configuration import check_count, check_value, check_whole_head
 from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
-from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.options import EngineOptions
 from penstock.schedule.registry import AUTO
 from penstock.sharded_optimizer.updates import owner_choice_for

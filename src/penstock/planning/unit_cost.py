@@ -97,7 +97,7 @@ def cost_of(
     # Masks and the like are one for all units.
     shared = [leaf for leaf in _tensors(leaves) if not leaf.requires_grad]
     shared += [parameter for parameter in unit.parameters() if not parameter.requires_grad]
-    kept, forwarding, working, of_forward, of_backward = _memory(forward, parameters, shared, sources, returned)
+    kept, forwarding, working, forward_work, backward_work = _memory(forward, parameters, shared, sources, returned)
     queue = _Queue()
     # The head's weight gradient is not put off where logits come in chunks.
     puts_off = install(unit, queue, None if loss_chunk_tokens is None else unit)
@@ -105,8 +105,8 @@ def cost_of(
     uninstall(unit)
     checkpointed = float(sum(source.nbytes for source in sources)) if recomputed else kept
     if device is None:
-        operations = of_forward, of_input, max(0.0, of_backward - of_input)
-        seconds, backward, weight = (each / (REACHED * operations_per_second) for each in operations)
+        work = forward_work, of_input, max(0.0, backward_work - of_input)
+        seconds, backward, weight = (each / (REACHED * operations_per_second) for each in work)
     else:
         seconds, backward, weight = _seconds(forward, sources, parameters, where)
         if not puts_off:
@@ -205,8 +205,8 @@ def _memory(
     returned: list[torch.Tensor],
 ) -> tuple[float, float, float, float, float]:
     """Bytes that live from a forward to its backward: what autograd keeps, and what `forward` leaves in `returned`. The
-    most besides them at once in the forward, and in either. Operations of the forward and of the backward: of products,
-    and of reading and writing as many as take as long; what is put off is in neither."""
+    most besides them at once in the forward, and in either. The work of the forward and of the backward: operations of
+    products, and for reading and writing as many as would take as long; what is put off is in neither."""
     owned = {tensor.untyped_storage()._cdata for tensor in (*parameters, *shared)}
     given = {tensor.untyped_storage()._cdata for tensor in sources}
     kept: dict[int, int] = {}
@@ -228,11 +228,11 @@ def _memory(
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         del outputs
     backward_products = live.products + attention.operations * 3.5 - products  # it runs the forward again
-    of_forward = products + OPERATIONS_PER_BYTE * 2 * traffic
-    of_backward = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
+    forward_work = products + OPERATIONS_PER_BYTE * 2 * traffic
+    backward_work = backward_products + OPERATIONS_PER_BYTE * 2 * (live.written - traffic)
     made_here = sum(size for key, size in kept.items() if key not in given)
     forwarding, working = (max(0.0, float(peak - made_here)) for peak in (most, live.peak))
-    return float(sum(kept.values())), forwarding, working, of_forward, of_backward
+    return float(sum(kept.values())), forwarding, working, forward_work, backward_work
 
 
 class _Attention(torch.autograd.Function):

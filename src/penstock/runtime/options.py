@@ -14,7 +14,7 @@ from penstock.data.microbatch import BatchDims
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import PATIENCE_SECONDS
+from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.gradients.holders import HeldParameter
 
 

@@ -9,6 +9,9 @@ from itertools import accumulate, islice, product
 
 from penstock.schedule.actions import Action, Kind, Schedule
 
+# Stages that the interleaved schedule has on each rank unless told otherwise.
+INTERLEAVED_STAGES = 2
+
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3, figure 2c).
@@ -72,7 +75,9 @@ def _one_stage_each(
     return Schedule(name, len(ranks), num_microbatches, ranks, tuple(actions), num_late is not None)
 
 
-def interleaved_one_forward_one_backward(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+def interleaved_one_forward_one_backward(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = INTERLEAVED_STAGES
+) -> Schedule:
     """1F1B with v stages per rank, which divides the bubble by v (Narayanan et al. 2021, SC21, section 2.2.2).
 
     Stage s is on rank s % p. Microbatches go through the ranks in groups, one group through all the stages of a rank

@@ -23,7 +23,7 @@ Asked = TypeVar("Asked")
 AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
-PLAIN, DEFERRING, DEFERRING_IN_A_V = "1f1b", "zb-h1", "zb-v"
+PLAIN, DEFERRING, ZERO_BUBBLE_V = "1f1b", "zb-h1", "zb-v"
 # With so many microbatches for each rank a schedule of the papers holds as much as with any more.
 DEEP = 4
 
@@ -104,7 +104,7 @@ _NAMED = (
         "Narayanan et al. 2021",
         "(p - 1)(F + B + W) / v",
         "at most p + (p - 1) / v",
-        lambda p, r, m: -(-(generators.largest_group(p, m) + 2 * (p - r) - 1) // 2),
+        lambda p, r, m: -(-(generators.largest_group(p, m) + 2 * (p - r) - 1) // generators.INTERLEAVED_STAGES),
     ),
     NamedSchedule(
         "zb-v",

@@ -31,7 +31,7 @@ from penstock.trainer.pipelines import Pipelines, T
 from penstock.trainer.trainer_adapter import Figures, NoFigures, counting_alone
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
-REFUSED_IF_SET = {
+REFUSED_WITH_PLUGIN = {
     "bf16": "give the plugin precision='bf16'",
     "fp16": "give the plugin precision='fp16'",
     "dataloader_persistent_workers": "leave it out: the loader may change while it is read",
@@ -92,7 +92,7 @@ class PluginPipelines(Pipelines):
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         plugin = self.plugin
-        refused = {name: instead for name, instead in REFUSED_IF_SET.items() if getattr(args, name, None)}
+        refused = {name: instead for name, instead in REFUSED_WITH_PLUGIN.items() if getattr(args, name, None)}
         if args.gradient_accumulation_steps != 1:
             refused["gradient_accumulation_steps"] = "a step is the plugin's global batch"
         if args.per_device_train_batch_size != plugin.microbatch_size:

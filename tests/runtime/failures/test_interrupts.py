@@ -316,7 +316,7 @@ def test_an_interrupt_comes_though_another_rank_leaves_the_step(pool: Pool) -> N
 def interrupt_one_rank(odd: int, folder: str) -> dict[str, Any]:
     """Ctrl-C reaches one rank only, in the middle of a step; then it saves, while the others train."""
     found: dict[str, Any] = {"interrupted": False}
-    quickly = mock.patch.object(training_step, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "PATIENCE", 0.2)
+    quickly = mock.patch.object(training_step, "LATE_SIGNAL", 0.2), mock.patch.object(rollcall, "SIGNAL_GRACE", 0.2)
     with default_handlers(), kept_in_double(), quickly[0], quickly[1]:
         model = parallelize(gpt2(), 2, num_microbatches=MICROBATCHES)
         inputs = batch("causal", 8)

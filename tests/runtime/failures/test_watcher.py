@@ -229,7 +229,7 @@ def test_an_error_says_how_to_go_on(tmp_path: Path) -> None:
 
 def make_different_calls(folder: str) -> None:
     # The ranks find out by themselves when they come together; here the watcher is to.
-    with mock.patch.object(rollcall, "PATIENCE", LONG):
+    with mock.patch.object(rollcall, "SIGNAL_GRACE", LONG):
         model = build(2, patience=0.5)
         evaluate(model)
         if my_rank() == 0:
@@ -247,7 +247,7 @@ def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: 
 def make_another_call_after_a_long_silence(folder: str) -> None:
     """Rank 1 is stopped inside its call, before rank 0 makes another one, and goes on after four seconds."""
     stopped = Path(folder, "stopped")
-    with mock.patch.object(rollcall, "PATIENCE", LONG), mock.patch.object(inquiry, "TRUST", 3):
+    with mock.patch.object(rollcall, "SIGNAL_GRACE", LONG), mock.patch.object(inquiry, "TRUST", 3):
         model = build(2, patience=0.5)
         evaluate(model)
         board = model.pipeline.board

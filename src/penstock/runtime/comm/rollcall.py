@@ -29,9 +29,9 @@ from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure, ranks_in_words
 
 # How long ranks that do different things wait for a signal that some of them have had already.
-PATIENCE = 3.0
+SIGNAL_GRACE = 3.0
 # How long a rank with a signal of its own waits for the others to come to the roll call.
-INTERRUPTED_PATIENCE = 10.0
+INTERRUPTED_GRACE = 10.0
 PAUSE = 0.02
 # As many as `Settings` has fields, and as `Settings.shared` gives: all roll calls have one length.
 MAX_FACTS = 11
@@ -203,7 +203,7 @@ class PendingRollCall:
                 if unlike is not None:
                     gathered = self._gathered(unlike, self._gather(unlike))
                 raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in gathered.items()}))
-            deadline = deadline or time.monotonic() + PATIENCE
+            deadline = deadline or time.monotonic() + SIGNAL_GRACE
             self._given_up = time.monotonic() > deadline
             if self._roll_call.interrupts.wait(PAUSE):
                 self._roll_call.interrupts.deliver()
@@ -278,7 +278,7 @@ class PendingRollCall:
         before, interrupts.busy = interrupts.busy, False
         while not done.wait(0.1):
             self._roll_call.board.check()
-            if interrupts.pending and time.monotonic() - min(interrupts.pending.values()) > INTERRUPTED_PATIENCE:
+            if interrupts.pending and time.monotonic() - min(interrupts.pending.values()) > INTERRUPTED_GRACE:
                 interrupts.deliver()
         interrupts.busy = before
 

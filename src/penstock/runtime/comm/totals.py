@@ -98,8 +98,8 @@ class Totals:
         return loss, StepFacts(*map(int, found))
 
     def sums(self, values: Sequence[float], doing: str = "summing over the pipelines") -> list[float]:
-        """Of what the pipelines' last stages give, on every rank; what others give counts for nothing. All ranks call
-        this together, with as many values."""
+        """Sum what the pipelines' last stages give; what others give counts for nothing. Every rank gets the sums. All
+        ranks call this together, with as many values."""
         if not self.shared:
             return list(values)
         own = torch.tensor(values if self._speaks else [0.0] * len(values), dtype=torch.float64)

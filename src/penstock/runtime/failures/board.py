@@ -20,14 +20,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch.distributed as dist
 
 from penstock.runtime.failures.keys import Keys, StoreTimeout
-from penstock.runtime.failures.position import Position
+from penstock.runtime.failures.position import PATIENCE_SECONDS, Position
 from penstock.runtime.failures.ring import Ring
 
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
 DETAIL_WAIT = 2.0
-# How long a rank waits for others before it asks where they are.
-PATIENCE_SECONDS = 10.0
 # How gloo's errors begin, without the path of its source file. NCCL's and the store's have classes.
 TRANSPORT_ERROR = re.compile(
     r"\[[^\]]*\bgloo/|Gloo connectFullMesh failed|Application timeout caused pair closure|"
@@ -399,10 +397,11 @@ class FailureBoard:
 
 @contextlib.contextmanager
 def after(error: BaseException) -> Iterator[None]:
-    """Around what is still to be done after `error`, which is to be raised: what else fails in here is a note on it."""
+    """Around what is still to be done after `error`, which is to be raised: what else fails in here is a note on it. A
+    failure of the pipeline is no further fault: `error` is what failed first, or the board tells of another one."""
     try:
         yield
-    except PipelineFailure:  # of what failed first
+    except PipelineFailure:
         pass
     except Exception as another:
         if another is not error:

@@ -1,5 +1,5 @@
-"""A host that waits for long for others: all ranks are asked where they are, and it says so once, or ends the run where
-that shows that the wait can never end."""
+"""A rank whose main thread waits for long for others: its watcher asks all ranks where they are, and logs the answers
+once, or ends the run where they show that the wait can never end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ logger = logging.getLogger("penstock")
 
 # How long the others have to say where they are, and how much longer for each of them.
 ANSWER_SECONDS, SECONDS_EACH = 1.0, 0.002
-# How much later a rank asks than one that has half its place among those that may wait together.
+# Delay per doubling of the rank number, so that the lowest rank that waits asks for all.
 TURN_SECONDS = 1.0
-# So many times its patience a rank waits for one that has asked in its place, and for one that has not answered.
+# A rank whose question was asked by another one, or was not answered, waits so many times its patience.
 TRUST = 10
 
 
 @dataclass
 class _Wait:
-    """What was last seen of a board's host: where it was, since when, when to ask for it, and whether it was told."""
+    """What was last seen of the main thread that uses a board: where it was, since when, when to ask for it, and
+    whether it was told."""
 
     mark: Any = None
     since: float = 0.0
@@ -52,7 +53,7 @@ class Inquiries:
         self._answers: dict[int, dict[str, Any]] = {}
 
     def look_after(self, board: FailureBoard) -> None:
-        """Report a host that has waited for long in one place."""
+        """Report a main thread that has waited for long in one place."""
         wait = self._waits.setdefault(board, _Wait())
         mark, now = board.position.mark(), time.monotonic()
         if mark != wait.mark or not board.position.waits():

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
+# How long a rank waits for others before it asks where they are.
+PATIENCE_SECONDS = 10.0
 # How many calls are remembered, to compare them with those of other ranks.
 CALLS_KEPT = 64
 # A rank whose innermost Python code is here waits for another one, unless it is in a module that computes: a backward,
@@ -40,8 +42,8 @@ class CallRecord(NamedTuple):
 
 
 class Progress(Protocol):
-    """Something that knows where in a call the host is, so that the host need not report it all the time. `progress`
-    changes when the host makes progress; `place` is a text for a reader, to follow the call's name."""
+    """Something that knows where in a call the main thread is, so that it need not report it all the time. `progress`
+    changes when it makes progress; `place` is a text for a reader, to follow the call's name."""
 
     @property
     def progress(self) -> int: ...
@@ -50,7 +52,7 @@ class Progress(Protocol):
 
 
 class Position:
-    """What the host of this rank does. The host writes, the watcher reads; both cost next to nothing."""
+    """What the main thread of this rank does. It writes, the watcher reads; both cost next to nothing."""
 
     def __init__(self) -> None:
         self._calls: deque[CallRecord] = deque(maxlen=CALLS_KEPT)
@@ -109,7 +111,7 @@ class Position:
     # -- the watcher's side ----------------------------------------------------------------------------------------
 
     def words(self) -> str:
-        """Where the host is, for a reader."""
+        """Where the main thread is, for a reader."""
         detail, inside, doing = self._detail, self._inside, self._doing
         if inside and self._calls:
             place = f" {detail.place}" if detail is not None else ""
@@ -117,12 +119,12 @@ class Position:
         return f"its own program{self._program_line()}"
 
     def mark(self) -> tuple[int, bool, int]:
-        """A value that changes when the host makes progress."""
+        """A value that changes when the main thread makes progress."""
         detail = self._detail
         return self._num_calls, self._inside, detail.progress if detail is not None else 0
 
     def waits(self) -> bool:
-        """Whether the host is in a wait for another rank at this moment."""
+        """Whether the main thread is in a wait for another rank at this moment."""
         frame = sys._current_frames().get(self._thread or 0)
         through = False
         while frame is not None:
@@ -140,7 +142,7 @@ class Position:
         return {"words": self.words(), "waits": self.waits(), "calls": list(self._calls)}
 
     def _program_line(self) -> str:
-        """The innermost line of the host's that is neither ours nor torch's."""
+        """The innermost line of the main thread that is neither ours nor torch's."""
         frame: FrameType | None = sys._current_frames().get(self._thread or 0)
         while frame is not None:
             module = frame.f_globals.get("__name__", "")

@@ -182,16 +182,16 @@ class Ring:
             deadline = time.monotonic() + NEWS_SECONDS
             while self._latest and not self.complete and time.monotonic() < deadline:
                 self._look_and_listen(deadline)
-            self._take_leave()
+            self._announce_end()
 
     def stop(self, leave: bool = True) -> None:
-        """End `serve`, soon. With `leave` it takes leave of the neighbours: it is then not taken for lost."""
+        """End `serve`, soon. With `leave` it tells the neighbours, which then do not take it for lost."""
         self._leaves = leave
         self._closed = True
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
-    def _take_leave(self) -> None:
+    def _announce_end(self) -> None:
         for peer in self._peers:
             peer.send({"leaves": self._rank})
             with contextlib.suppress(OSError):

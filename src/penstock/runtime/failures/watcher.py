@@ -63,7 +63,7 @@ class Watch:
         self.keys = Keys(store, STORE_SECONDS, own=_own_client(store))
         self.ring = Ring(
             self.keys, rank, world_size, "127.0.0.1" if here else self.keys.host,
-            on_news=self._hear, on_lost=self._lose, on_left=self._see_off,
+            on_news=self._hear, on_lost=self._lose, on_left=self._note_end,
         )  # fmt: skip
         self._thread = start_thread(self._serve, name="penstock-watcher")
 
@@ -123,7 +123,7 @@ class Watch:
         if "lost" in news:
             self._lose(news["lost"], first=False)
         elif "left" in news:
-            self._see_off(news["left"], first=False)
+            self._note_end(news["left"], first=False)
         elif "words" in news:
             self.endings.words[origin] = news["words"]
             self._tell_boards()
@@ -148,7 +148,7 @@ class Watch:
             self.ring.tell({"lost": rank})
         self._tell_boards()
 
-    def _see_off(self, rank: int, first: bool = True) -> None:
+    def _note_end(self, rank: int, first: bool = True) -> None:
         self.endings.left.add(rank)
         if first:
             self.ring.tell({"left": rank})
