@@ -496,10 +496,10 @@ class TrainingStep:
 
 
 def _backward_begins(
-    step: weakref.ref[TrainingStep], microbatch: int, incoming: torch.Tensor | None
+    step: weakref.ref[TrainingStep], microbatch: int, gradient: torch.Tensor | None
 ) -> Sequence[torch.Tensor | None]:
     """See `TrainingStep.backward_begins`."""
     running = step()
     if running is None:
         raise LoopError(f"backward() of microbatch {microbatch}'s loss was called after its step had ended")
-    return running.backward_begins(microbatch, incoming)
+    return running.backward_begins(microbatch, gradient)
