@@ -45,7 +45,7 @@ WAITING = 10.0
 DEAD = 3.0
 _imported = time.time()
 # So many changes in a row in which nobody was lost and nobody joined, without an update in between, are no accident.
-MOST_FRUITLESS = 3
+MOST_WITHOUT_PROGRESS = 3
 
 
 class RunEnded(PipelineFailure):
@@ -57,7 +57,7 @@ class Generations:
 
     Attributes:
         now: the present generation, the one that is being formed, or the one that says why the run has ended.
-        num_fruitless: how many changes there were in a row in which nobody was lost and nobody joined.
+        changes_without_progress: how many changes there were in a row in which nobody was lost and nobody joined.
         checkpoint: finds step and path of one to go back to, if there is one.
     """
 
@@ -66,7 +66,7 @@ class Generations:
     def __init__(self, settings: Elastic, planner: LayoutPlanner, tensor_parallel_size: int, facts: str) -> None:
         self.settings = settings
         self.planner = planner
-        self.num_fruitless = 0
+        self.changes_without_progress = 0
         self.checkpoint: Callable[[], tuple[int, str] | None] = lambda: None
         self._board: FailureBoard | None = None
         # What SIGTERM does in this process when it is no member.
@@ -101,7 +101,7 @@ class Generations:
             try:
                 self.meet()
             except PipelineFailure as error:
-                self.refuse_if_fruitless(error)
+                self.refuse_without_progress(error)
                 self.end(MemberReport(self.member, self.now.step, suspects=self.suspects(), new=True))
             else:
                 break
@@ -219,13 +219,13 @@ class Generations:
         following = agree(self.membership, before, report, plan, announce)
         # That others join explains no change to a member that is itself joining.
         explained = following.lost or (following.joining and not report.new)
-        self.num_fruitless = 0 if explained else self.num_fruitless + 1
+        self.changes_without_progress = 0 if explained else self.changes_without_progress + 1
         self.now, self._board = following, None  # its ranks are those of the generation before
         return following
 
-    def refuse_if_fruitless(self, error: Exception) -> None:
+    def refuse_without_progress(self, error: Exception) -> None:
         """Raise `error` if it follows too many changes that led nowhere."""
-        if self.num_fruitless >= MOST_FRUITLESS:
+        if self.changes_without_progress >= MOST_WITHOUT_PROGRESS:
             raise error
 
 

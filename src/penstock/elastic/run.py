@@ -246,7 +246,7 @@ class ElasticRun:
         self._updated, self._update = self._update(), None
         self.step += 1
         self._num_updates += 1
-        self.generations.num_fruitless = 0
+        self.generations.changes_without_progress = 0
         self._begin_log()
 
     def _vote(self) -> bool:
@@ -288,7 +288,7 @@ class ElasticRun:
             is_recoverable = isinstance(error, PipelineFailure) or is_transport_error(error)
             if isinstance(error, RunEnded | LeftOut) or not is_recoverable:
                 raise error
-            self.generations.refuse_if_fruitless(error)
+            self.generations.refuse_without_progress(error)
             try:
                 self._enter_next_generation(str(error), self.generations.suspects(), planned=False)
                 return

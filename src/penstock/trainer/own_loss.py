@@ -8,7 +8,7 @@ stage has outputs, one microbatch at a time. So a training step calls `compute_l
 2. To share, on the last stage, as the criterion: what is the microbatch's part of the loss? A stand-in for the model
    returns the outputs that are there (`share_of_loss`).
 3. To log, after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
-   process (`loss_and_figures_of_batch`).
+   process (`loss_and_metrics_of_batch`).
 
 Each pipeline is one process of the plain trainer.
 """
@@ -41,7 +41,7 @@ from penstock.runtime.comm.rollcall import Among, Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
 from penstock.runtime.inputs import AS_ACCUMULATED
-from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 
 # Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
@@ -74,7 +74,7 @@ class OwnLoss(TrainerAdapter):
     `notes_in`.
     """
 
-    # Where the trainer notes figures until it logs them.
+    # Where the trainer notes metrics until it logs them.
     notes_in: ClassVar[Sequence[str]] = ("_metrics",)
     # Attributes that the trainer has while `compute_loss` is given a batch from `add_precomputed`.
     precomputed_attributes: ClassVar[Mapping[str, Any]] = {}
@@ -180,7 +180,7 @@ class OwnLoss(TrainerAdapter):
             scaled = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
         return len(self.engine.layout.pipelines) * (1 if scaled else trainer.current_gradient_accumulation_steps)
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         return OutputsOfStep(self)
 
     # -- compute_loss ------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class OwnLoss(TrainerAdapter):
             # On an accelerator what was gathered is on another device.
             raise self._needs_others(f" ({error})") from error
 
-    def loss_and_figures_of_batch(self, outputs: Any) -> torch.Tensor:
+    def loss_and_metrics_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
         stand_in = _ModelStandIn(outputs)
         with torch.no_grad(), changed(self.trainer, self.precomputed_attributes):
@@ -312,7 +312,7 @@ class OutputsOfStep:
             merged = NamedOutput(OUTPUT_FORM, **join_outputs(self._outputs, self._shares, adapter.join_rows))
         with engine.together(Call.SHARE, among=Among.PIPELINE):
             outputs = share_output(merged, engine.context, OUTPUT_FORM)
-        whole = adapter.loss_and_figures_of_batch(outputs)
+        whole = adapter.loss_and_metrics_of_batch(outputs)
         adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())
 
 

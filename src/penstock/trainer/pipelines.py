@@ -18,7 +18,7 @@ from penstock.config.configuration import Configuration
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.runtime.engine import Engine
 from penstock.trainer.accelerator import PipelineAccelerator
-from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Pipelines(ABC):
         every rank: ()."""
 
     @abstractmethod
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         """What is logged of a batch, as the Trainer has prepared it, besides the loss."""
 
     @abstractmethod
@@ -182,17 +182,17 @@ class EqualPipelines(Pipelines):
         trainer, adapter, engine = self.trainer, self.adapter, self.engine
         batch = trainer._prepare_inputs(inputs)
         inputs = adapter.step_inputs(batch, num_items_in_batch)
-        divisor, figures = adapter.divisor(inputs), self.figures(batch)
+        divisor, metrics = adapter.divisor(inputs), self.metrics(batch)
         with trainer.compute_loss_context_manager():
             loop = engine.train(inputs, adapter.criterion)
             for output in loop:
-                figures.add(output, loop.inputs)
+                metrics.add(output, loop.inputs)
                 trainer.accelerator.backward(output.loss / divisor)
-        figures.note()
+        metrics.note()
         return loss_tensor(engine, engine.last_step.global_loss / divisor).to(trainer.args.device)
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
-        return self.adapter.figures(inputs)
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
+        return self.adapter.metrics(inputs)
 
     def surviving(self, work: Callable[[], T]) -> T:
         return work()

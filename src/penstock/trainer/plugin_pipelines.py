@@ -28,7 +28,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.optimizer import PipelineOptimizer
 from penstock.trainer.accelerator import PipelineAccelerator
 from penstock.trainer.pipelines import Pipelines, T
-from penstock.trainer.trainer_adapter import Figures, NoFigures, counting_alone
+from penstock.trainer.trainer_adapter import Metrics, NoMetrics, counting_alone
 
 # What may not be set with a plugin, by the name of the argument, and what to do instead.
 REFUSED_WITH_PLUGIN = {
@@ -291,9 +291,9 @@ class PluginPipelines(Pipelines):
         loss: torch.Tensor = done["loss"]
         return loss
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         """None: a step or an evaluation may be made again."""
-        return NoFigures()
+        return NoMetrics()
 
     def surviving(self, work: Callable[[], T]) -> T:
         """With `elastic=` all ranks end it together, and do it again after one was lost meanwhile. Who had done it

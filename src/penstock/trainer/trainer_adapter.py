@@ -1,6 +1,6 @@
 """What one kind of Trainer computes and logs in a step and in an evaluation, over whatever pipelines.
 
-`TrainerAdapter` is that of transformers' own `Trainer`. A trainer of TRL with a loss or figures of its own has a class
+`TrainerAdapter` is that of transformers' own `Trainer`. A trainer of TRL with a loss or metrics of its own has a class
 in `penstock.trainer.trl`, chosen by `choose_adapter`.
 """
 
@@ -32,7 +32,7 @@ def counting_alone(args: TrainingArguments) -> AbstractContextManager[Any]:
     return counting
 
 
-class Figures(Protocol):
+class Metrics(Protocol):
     """What a trainer logs of one batch of a pipeline besides the loss."""
 
     def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
@@ -40,10 +40,10 @@ class Figures(Protocol):
         without the last stage have outputs without logits."""
 
     def note(self) -> None:
-        """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
+        """Add the metrics of all pipelines' batches to what the trainer logs next. Every rank calls this."""
 
 
-class NoFigures:
+class NoMetrics:
     """Of a trainer that logs nothing besides the loss."""
 
     def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
@@ -129,10 +129,10 @@ class TrainerAdapter:
         batches: int = self.trainer.current_gradient_accumulation_steps
         return batches * self.engine.layout.num_replicas if self.engine.own_means else batches
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         """What is logged of a batch, as the Trainer has prepared it, besides the loss. It is asked after
         `step_inputs`."""
-        return NoFigures()
+        return NoMetrics()
 
     def with_num_items(
         self, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None
@@ -188,10 +188,10 @@ class TrainerAdapter:
         """The loss of this pipeline's batch, and the model's outputs for it, at least if `return_outputs`, without
         gradients."""
         inputs = self._without_lengths(inputs)
-        figures: Figures = self.trainer.pipelines.figures(inputs)
-        # Not that of the trainer's class, which may look at logits for its figures.
+        metrics: Metrics = self.trainer.pipelines.metrics(inputs)
+        # Not that of the trainer's class, which may look at logits for its metrics.
         loss, outputs = Trainer.compute_loss(self.trainer, model, {**inputs}, True, num_items_in_batch)
         if self.engine.context.holds_output:
-            figures.add(outputs, inputs)
-        figures.note()
+            metrics.add(outputs, inputs)
+        metrics.note()
         return loss, outputs

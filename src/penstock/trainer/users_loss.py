@@ -14,7 +14,7 @@ from penstock.modeling.collectives import OwnCollective
 from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError
 from penstock.trainer.own_loss import OwnLoss
-from penstock.trainer.trainer_adapter import Figures, NoFigures, not_over_pipelines
+from penstock.trainer.trainer_adapter import Metrics, NoMetrics, not_over_pipelines
 
 INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/your_own_loss.md"
 
@@ -50,8 +50,8 @@ class UsersLoss(OwnLoss):
     def criterion(self) -> Criterion:
         return self._followed
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
-        return NoFigures()
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
+        return NoMetrics()
 
     def counting_labels(self) -> AbstractContextManager[None]:
         """What the number means that it is given is the affair of `compute_loss`, which has the plain Trainer's."""

@@ -2,7 +2,7 @@
 
 Each of their losses is a mean over pairs, of how far the chosen completion is preferred, and one over tokens of the
 chosen completions, of their log-probability. There is no fused head: as in an evaluation, all ranks of a pipeline are
-sent the logits of the batch, for the figures that are logged.
+sent the logits of the batch, for the metrics that are logged.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class CPO(OwnLoss):
         return (*found[:4], torch.zeros_like(found[4]), *found[5:])
 
     def _no_preference(self, *logps: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        losses, *figures = getattr(self.trainer, self.loss_of_pairs)(*logps)
-        return (torch.zeros_like(losses), *figures)
+        losses, *metrics = getattr(self.trainer, self.loss_of_pairs)(*logps)
+        return (torch.zeros_like(losses), *metrics)
 
 
 class ORPO(CPO):

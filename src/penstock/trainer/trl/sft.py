@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer. It logs figures besides the loss that are made from logits, which are on the last stage only."""
+"""TRL's SFTTrainer. It logs metrics besides the loss that are made from logits, which are on the last stage only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
-from penstock.trainer.trainer_adapter import Figures, TrainerAdapter, not_over_pipelines
+from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import IGNORED
 
 # Logits are looked at in parts of so many numbers, as each part is copied a few times.
@@ -18,7 +18,7 @@ PART = 1 << 24
 
 
 class SFT(TrainerAdapter):
-    """SFTTrainer: the model's own loss, with the figures of `TokenMetrics`. It runs the model without TRL's fused head,
+    """SFTTrainer: the model's own loss, with the metrics of `TokenMetrics`. It runs the model without TRL's fused head,
     whose loss it is."""
 
     trainer_class = "trl.SFTTrainer"
@@ -28,7 +28,7 @@ class SFT(TrainerAdapter):
         if args.loss_type not in (None, "nll"):
             raise not_over_pipelines(f"loss_type={args.loss_type!r}", "use compute_loss_func")
 
-    def figures(self, inputs: Mapping[str, Any]) -> Figures:
+    def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         self._weigh_routers()
         return TokenMetrics(self.trainer, inputs)
 
@@ -44,7 +44,7 @@ class SFT(TrainerAdapter):
 
 
 class TokenMetrics:
-    """The figures of one batch of a pipeline, and `aux_loss` of a mixture of experts."""
+    """The metrics of one batch of a pipeline, and `aux_loss` of a mixture of experts."""
 
     def __init__(self, trainer: Trainer, inputs: Mapping[str, Any]) -> None:
         self._trainer = trainer
@@ -55,7 +55,7 @@ class TokenMetrics:
         self._sums: torch.Tensor | None = None
 
     def add(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Take the figures of the outputs of the batch or of a microbatch; outputs without logits have none."""
+        """Take the metrics of the outputs of the batch or of a microbatch; outputs without logits have none."""
         logits, routers = outputs.get("logits"), outputs.get("aux_loss")
         if not isinstance(logits, torch.Tensor):
             return
@@ -67,7 +67,7 @@ class TokenMetrics:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def note(self) -> None:
-        """Add the figures of all pipelines' batches to what the trainer logs next. Every rank calls this."""
+        """Add the metrics of all pipelines' batches to what the trainer logs next. Every rank calls this."""
         trainer = self._trainer
         engine, state = trainer.pipelines.engine, trainer.accelerator.gradient_state
         layout, pipeline = engine.layout, engine.place.pipeline
