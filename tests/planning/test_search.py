@@ -199,7 +199,7 @@ def test_devices_and_nodes_as_text() -> None:
     assert (a100.count, a100.speed, a100.memory) == (4, 1.0, 36e9)
     assert (t4.count, t4.memory) == (3, 15e9) and t4.speed == pytest.approx(65 / 312)
     assert parse_devices("7", "24GB") == (DeviceClass("device", 7, 1.0, 24e9),)
-    cards = parse_devices("v100:1,v100-pcie:1,NVIDIA_V100_PCIE:1,t4:1,a100-pcie:1")
+    cards = parse_devices("v100:1,v100-pcie:1,NVIDIA_V100_PCIE:1,Tesla-T4:1,t4:1,a100-pcie:1")
     assert [kind.name for kind in cards if kind.has_bfloat16] == ["a100-pcie"]
     home, unknown = parse_devices("RTX-4060-Ti:1,mine:2", "mine=20GB", "mine=0.5")
     assert (home.speed, home.memory) == (1.0, USABLE * 8e9) and (unknown.speed, unknown.memory) == (0.5, 20e9)

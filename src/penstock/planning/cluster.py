@@ -143,7 +143,7 @@ class Cluster:
 
 def _plain(name: str) -> str:
     """A name without what people write it with: `RTX-4070-Ti` is `4070ti`."""
-    return re.sub(r"[-_.]|geforce|nvidia|rtx", "", name.lower())
+    return re.sub(r"[-_.]|geforce|nvidia|rtx|tesla", "", name.lower())
 
 
 _KNOWN = {_plain(name): figures for name, figures in KNOWN_DEVICES.items()}
