@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
@@ -29,7 +30,6 @@ from penstock.runtime.comm import groups
 from penstock.runtime.comm.bootstrap import default_store
 from penstock.runtime.failures import ring
 from penstock.runtime.failures.board import PipelineFailure
-from penstock.runtime.failures.keys import IDLE_SECONDS
 from tests.support import ended
 from tests.support.ended import End, kill_self, run_ranks
 from tests.support.families import FAMILIES, batch
@@ -152,6 +152,16 @@ def _descriptors() -> int:
     return min(looks)
 
 
+def _await_rest() -> None:
+    """Until of this process's connections to the store only torch's is left: others go while there are no questions."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        calls = [call for call in psutil.Process().net_connections("tcp") if call.raddr]
+        if sum(call.raddr.port == int(os.environ["MASTER_PORT"]) for call in calls) <= 1:
+            return
+        time.sleep(0.1)
+
+
 @cache
 def formed() -> tuple[Any, dict[str, torch.Tensor]]:
     """This process's model, and its rows of a batch."""
@@ -176,7 +186,8 @@ def form_and_step() -> dict[str, Counter[str]]:
     with counted(step), python_calls(step):
         run_step(model, inputs)
     dist.barrier()
-    time.sleep(2 * IDLE_SECONDS)
+    _await_rest()
+    dist.barrier()
     if dist.get_rank() == 0:
         _get_default_store().set(AT_REST, "")
     dist.barrier()
@@ -203,7 +214,7 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     layout = Layout.place([[[f"unit {stage}"] for stage in range(num_stages)]] * (world_size // num_stages), None, 1)
     stages = [tuple(range(stage, world_size, num_stages)) for stage in range(num_stages)]
-    threads, descriptors = len(os.listdir("/proc/self/task")), _descriptors()
+    threads, descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     try:
         with (
             mock.patch.object(groups, "transport", lambda device: "gloo" if device.type == "cpu" else "fake"),
@@ -212,7 +223,7 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
         ):
             made = groups.Groups(layout, rank, torch.device(device), stages)
         counts["threads"] = len(os.listdir("/proc/self/task")) - threads
-        counts["descriptors"] = _descriptors() - descriptors + counts["connections"]
+        counts["descriptors"] = len(os.listdir("/proc/self/fd")) - descriptors + counts["connections"]
         made.destroy()
     finally:
         dist.destroy_process_group()
