@@ -120,13 +120,6 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         )
         return {name: torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
 
-    class AdamW(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            here("update")
-            result = super().step(closure)
-            here("updated")
-            return result
-
     class Own:
         """An object of the user's, whose state is read by the rank that writes a checkpoint."""
 
@@ -138,7 +131,9 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         def load_state_dict(self, state: dict[str, int]) -> None:
             here("loading")
 
-    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: here("update"))
+    optimizer.register_step_post_hook(lambda *_: here("updated"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
     loader = plugin.prepare_dataloader(Samples(), shuffle=True, collate_fn=collate)
     with kept_in_double(), unpickling(lambda what: note(unpickled=what)):

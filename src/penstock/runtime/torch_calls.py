@@ -174,7 +174,8 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     if not engines:
         return
     if optimizer not in _tried:
-        _tried[optimizer] = dependence(optimizer, engines[0].device)
+        tried = Dependence.NOTHING if _is_torchs(type(optimizer)) else dependence(optimizer, engines[0].device)
+        _tried[optimizer] = tried
     found = max(_tried[optimizer], _known_dependence(type(optimizer), closure))
     if found is Dependence.RANKS:
         raise NotImplementedError(
@@ -197,6 +198,11 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     )
 
 
+def _is_torchs(kind: type[Optimizer]) -> bool:
+    """Whether a class is one of torch's own, all of which are known by their names."""
+    return kind.__module__.partition(".")[0] == "torch"
+
+
 def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
     """What is known of an optimizer's class, and of its step with `closure`."""
     names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
@@ -204,7 +210,7 @@ def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
         return Dependence.RANKS
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.
-    used = closure is not None and kind.__module__.partition(".")[0] != "torch"
+    used = closure is not None and not _is_torchs(kind)
     if needs_closure or used or not names.isdisjoint(OVER_ALL):
         return Dependence.PARAMETERS
     return Dependence.NOTHING if names.isdisjoint(OVER_MATRICES) else Dependence.MATRIX
