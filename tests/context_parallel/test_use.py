@@ -275,9 +275,25 @@ def test_fit_shares_long_sequences_out_where_nothing_else_fits() -> None:
     assert sizes["context_parallel_size"] * sizes["pipeline_parallel_size"] in (2, 4)
 
 
-def ways_of(profile: Any, memory: float, parts: int | None = None) -> list[Any]:
+def test_fit_lets_parts_divide_the_state_of_a_sharded_optimizer() -> None:
+    """Also those of a single pipeline."""
+    ((_, _, profile), *_) = profiles_of(llama(), [Recipe("float32", torch.float32)], 1, 64, 1e12)
+    state = sum(unit.optimizer for unit in profile.units)
+
+    def of_four_parts(memory: float, sharded: bool) -> Any:
+        whole, _ = ways_of(profile, memory, parts=4, sharded=sharded)
+        return whole.plan
+
+    whole, sharded = of_four_parts(1e15, sharded=False), of_four_parts(1e15, sharded=True)
+    assert whole.memory[0].optimizer == state and len(sharded.pipelines) == 1
+    assert state / 4 <= sharded.memory[0].optimizer < 1.1 * state / 4
+    memory = whole.fullest[1].total - 0.7 * state
+    assert of_four_parts(memory, sharded=False) is None and of_four_parts(memory, sharded=True) is not None
+
+
+def ways_of(profile: Any, memory: float, parts: int | None = None, **recipe: Any) -> list[Any]:
     cluster = Cluster((DeviceClass("device", 4, memory=memory),), inside=Link(1e-5, 1e10))
-    found = ways(iter([(Recipe("float32", torch.float32), None, profile)]), cluster, 8)
+    found = ways(iter([(Recipe("float32", torch.float32, **recipe), None, profile)]), cluster, 8)
     return [way for way in found if parts in (None, way.context_parallel_size)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -123,14 +124,16 @@ def test_logits_take_what_is_predicted_whole_or_in_chunks(pool: Pool) -> None:
             assert 0.9 <= estimate.activations / peak <= 1.1, tokens
 
 
-def states_of_optimizer(stages: list[list[list[str]]], is_tied: bool) -> float:
+def states_of_optimizer(stages: list[list[list[str]]], counts: list[int], parts: int) -> float:
     """Bytes of Adam's two numbers that this rank keeps after a step of pipelines of these stages."""
-    model = wide_vocabulary(tie_word_embeddings=is_tied)
-    plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1, sharded_optimizer=True)
-    plugin.set_pipelines([penstock.PipelineTemplate(type(model).__name__, each) for each in stages], [2, 1])
+    model = wide_vocabulary()
+    plugin = penstock.HeterogeneousParallelPlugin(
+        microbatch_size=1, sharded_optimizer=True, context_parallel_size=parts
+    )
+    plugin.set_pipelines([penstock.PipelineTemplate(type(model).__name__, each) for each in stages], counts)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer, *_ = plugin.configure(model, optimizer)
-    ids = torch.ones(3, 16, dtype=torch.long)
+    ids = torch.ones(sum(counts), 16, dtype=torch.long)
     for out in model(input_ids=ids, labels=ids):
         out.loss.backward()
     optimizer.step()
@@ -138,23 +141,32 @@ def states_of_optimizer(stages: list[list[list[str]]], is_tied: bool) -> float:
     return float(sum(value.nbytes for value in states if value.dim()))
 
 
-@pytest.mark.parametrize(("is_tied", "boundary"), [(False, 2), (True, 3)])
-def test_owners_are_those_of_the_run(pool: Pool, is_tied: bool, boundary: int) -> None:
-    """Over a pipeline of two stages and one of a single stage, whose rank holds all weights and owns few of them. The
-    head's rank has most memory left; but a tied weight is owned where it has its first name."""
-    profile = profile_model(wide_vocabulary(tie_word_embeddings=is_tied), 1, 16)
-    two = profile.units[:boundary], profile.units[boundary:]
-    kept = [[[unit.name for unit in stage] for stage in stages] for stages in (two, [profile.units])]
+@pytest.mark.parametrize(
+    ("devices", "parts"),
+    [([(0, 1), (2,)], 1), ([(0, 1)], 2)],
+    ids=["two stages beside one, whose rank holds all weights and owns few", "two parts of each sequence"],
+)
+def test_owners_are_those_of_the_run(pool: Pool, devices: list[tuple[int, ...]], parts: int) -> None:
+    """A planned device stands for its parts, of which it has what the fullest one keeps."""
+    profile = profile_model(wide_vocabulary(), 1, 16)
+    stages = [(profile.units[:2], profile.units[2:]) if len(own) == 2 else (profile.units,) for own in devices]
+    counts = [len(own) for own in devices]
     pipelines = [
-        PlannedPipeline(devices, tuple(map(tuple, stages)), build("1f1b", len(devices), count))
-        for devices, stages, count in (((0, 1), two, 2), ((2,), [profile.units], 1))
+        PlannedPipeline(own, units, build("1f1b", len(own), count))
+        for own, units, count in zip(devices, stages, counts, strict=True)
     ]
-    job = Job(profile, Cluster((DeviceClass("cpu", 3),)), 3, sharded=2)
+    cluster = Cluster((DeviceClass("cpu", sum(counts)),))
+    job = Job(profile, cluster, sum(counts), sharded=len(devices), context_parallel_size=parts)
     plan = evaluate(job, pipelines)
     assert plan is not None
-    found = pool.run(3, states_of_optimizer, kept, is_tied)
-    assert [memory.optimizer for memory in plan.memory] == pytest.approx(found, rel=1e-3)
-    assert sum(found) == HeldBytes.together(profile.units).optimizer
+    names = [[[unit.name for unit in stage] for stage in own] for own in stages]
+    found = pool.run(parts * sum(counts), states_of_optimizer, names, counts, parts)
+    ranks = iter(found)
+    kept = [
+        max(sizes) for count in counts for sizes in zip(*([*islice(ranks, count)] for _ in range(parts)), strict=True)
+    ]
+    assert [memory.optimizer for memory in plan.memory] == pytest.approx(kept, rel=1e-3)
+    assert sum(found) == sum(unit.optimizer for unit in profile.units)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2", "llama"])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Literal
 
 from penstock.planning.cluster import Cluster
@@ -29,7 +29,7 @@ class Job:
     # That may be chosen; the same for all pipelines of a layout.
     schedules: tuple[str, ...] = field(default_factory=planned_schedules)
     # Not 0 if the holders of each parameter divide its optimizer's state: then the least number of pipelines, and the
-    # search assumes that each keeps as much. What is found has the owners of the run.
+    # search assumes that each of their devices keeps as much. What is found has the owners of the run.
     sharded: int = 0
     # Of how many devices each of the cluster's stands for a group that shares every sequence; the profile is then that
     # of a part. See `share_sequences`.
@@ -58,7 +58,8 @@ class Job:
         parts = self.profile.recomputed_parts if checkpointing else self.profile.parts
         if not self.sharded:
             return parts
-        return tuple(tuple(replace(unit, optimizer=unit.optimizer / self.sharded) for unit in one) for one in parts)
+        owners = self.sharded * self.context_parallel_size
+        return tuple(tuple(replace(unit, optimizer=unit.optimizer / owners) for unit in one) for one in parts)
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -244,17 +245,21 @@ def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> C
 
 def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:
     known: dict[tuple[object, ...], list[MemoryEstimate]] = {}
-    found: list[MemoryEstimate] = []
+    found: list[list[MemoryEstimate]] = []
     for pipeline in pipelines:
         key = id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches
         if key not in known:
             known[key] = memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))
-        found += known[key]
-    if not job.sharded:
-        return tuple(found)
-    return tuple(
-        replace(one, optimizer=size) for one, size in zip(found, _states_owned(job, pipelines, found), strict=True)
-    )
+        found.append(known[key])
+    if job.sharded:
+        # To the owners the parts of a sequence are pipelines; a device stands for the one that keeps most.
+        parts = range(job.context_parallel_size)
+        every = [pipeline for pipeline in pipelines for _ in parts]
+        states = iter(_states_owned(job, every, [one for own in found for _ in parts for one in own]))
+        for number, own in enumerate(found):
+            of_parts = [list(islice(states, len(own))) for _ in parts]
+            found[number] = [replace(one, optimizer=max(sizes)) for one, *sizes in zip(own, *of_parts, strict=True)]
+    return tuple(chain(*found))
 
 
 def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequence[MemoryEstimate]) -> list[float]:

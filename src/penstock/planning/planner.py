@@ -82,8 +82,10 @@ def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
 
 
 def shares_of(job: Job) -> list[int]:
-    """Into how many parts the optimizer's state may be divided; nothing if there cannot be two pipelines."""
-    return some_depths(min(job.cluster.size, job.num_microbatches))
+    """Over how many pipelines the optimizer's state may be divided: also over one whose devices share sequences, as all
+    of them have its weights. Nothing if nothing can be divided."""
+    alone = [1] if job.context_parallel_size > 1 else []
+    return alone + some_depths(min(job.cluster.size, job.num_microbatches))
 
 
 def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -> Plan | None:

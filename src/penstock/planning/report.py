@@ -155,7 +155,9 @@ def fit_text(
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
     title = f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens"
-    title += "; sharded: replicas divide the optimizer's state" * any(way.recipe.sharded for way in shown)
+    title += "; sharded: ranks with the same weights divide the optimizer's state" * any(
+        way.recipe.sharded for way in shown
+    )
     title += "; parts: devices that share every sequence" * any(way.context_parallel_size > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
     for way, own in zip(shown, parts, strict=True):
