@@ -173,10 +173,7 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     kind, engines = type(optimizer).__name__, engines_of(parameters)
     if not engines:
         return
-    if optimizer not in _tried:
-        tried = Dependence.NOTHING if _is_torchs(type(optimizer)) else dependence(optimizer, engines[0].device)
-        _tried[optimizer] = tried
-    found = max(_tried[optimizer], _known_dependence(type(optimizer), closure))
+    found = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
     if found is Dependence.RANKS:
         raise NotImplementedError(
             f"{kind} divides its state among all ranks as if they were replicas, but each has parameters of its own. "
@@ -196,6 +193,20 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
         f"{kind} {how}: its updates would not be those of the unsplit model. Take one that treats each number by "
         f"itself, such as torch.optim.AdamW{instead}"
     )
+
+
+def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Dependence:
+    """What a trial shows of an optimizer. None is made of torch's own, nor where every rank has all parameters, with
+    their gradients: there it does no harm."""
+    divided = any(
+        engine.layout.world_size > len(engine.layout.pipelines) or any(one.owners for one in engine.held)
+        for engine in engines
+    )
+    if not divided or _is_torchs(type(optimizer)):
+        return Dependence.NOTHING
+    if optimizer not in _tried:
+        _tried[optimizer] = dependence(optimizer, engines[0].device)
+    return _tried[optimizer]
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:
