@@ -2,7 +2,7 @@
 
 The first rank to fail writes its cause in the job's store, tells the others' watchers, and ends everything under way in
 its process groups. A watcher that hears of a failure, or sees a rank's process end, does the same on its rank, so that
-a host that waits wakes with an error, whatever it waits for. Nobody waits for the process group's timeout.
+a main thread that waits wakes with an error, whatever it waits for. Nobody waits for the process group's timeout.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PipelineFailure(RuntimeError):
 
 
 class Watching(Protocol):
-    """What a board, and the questions of a host that waits, ask of this process's `watcher.Watch`."""
+    """What a board, and the questions of a main thread that waits, ask of this process's `watcher.Watch`."""
 
     rank: int
     world_size: int
@@ -162,7 +162,7 @@ class FailureBoard:
         self._ends: list[Callable[[], None]] = []
         self.find_fault: Callable[[], tuple[str, Sequence[int]] | None] = lambda: None
         self._on_abort: list[Callable[[], None]] = []
-        # The host and the watcher may both learn something.
+        # The main thread and the watcher may both learn something.
         self._lock = threading.RLock()
         if watch is not None:
             watch.add(self)
@@ -170,11 +170,11 @@ class FailureBoard:
     # -- what to end -----------------------------------------------------------------------------------------------
 
     def on_end(self, end: Callable[[], None]) -> None:
-        """Register what ends everything under way, on any thread and at any moment of the host."""
+        """Register what ends everything under way, on any thread and at any moment of the main thread."""
         self._ends.append(end)
 
     def on_abort(self, close: Callable[[], None]) -> None:
-        """Register what this rank's host must give up afterwards. What was registered last is given up first."""
+        """Register what this rank's main thread must give up afterwards. What was registered last is given up first."""
         self._on_abort.append(close)
 
     @contextlib.contextmanager
@@ -188,7 +188,7 @@ class FailureBoard:
                 self._ends.remove(end)
 
     def close(self) -> None:
-        """Give up what was registered, once. The host calls this."""
+        """Give up what was registered, once. The main thread calls this."""
         closers, self._on_abort = self._on_abort, []
         for close in reversed(closers):
             # A group may be partly closed already; all that matters is that it closes.
@@ -206,7 +206,7 @@ class FailureBoard:
     # -- failing ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the job's failure if there is one. Every wait of the host is followed by this look."""
+        """Raise the job's failure if there is one. Every wait of the main thread is followed by this look."""
         if self.failed is not None:
             raise self._explained_failure()
 
@@ -222,7 +222,7 @@ class FailureBoard:
         return self._explained_failure()
 
     def fail(self, cause: str, *, suspects: Sequence[int]) -> None:
-        """As `abort`, on any thread: the host is woken, and raises when it looks."""
+        """As `abort`, on any thread: the main thread is woken, and raises when it looks."""
         with self._lock:
             if self._first is None:
                 self._first = self._record(Account(list(suspects), cause, self._rank, time.time()))

@@ -1,8 +1,9 @@
 """A connection from each rank to the next: a ring on which a process that ends is noticed and news goes round.
 
 The kernel closes a process's connections however it ends, so both neighbours of a killed rank notice within
-milliseconds, whatever its host or its device was doing, and before any process group exists. News is passed on by every
-rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for that.
+milliseconds, whatever its main thread or its device was doing, and before any process group exists. News is passed on
+by every rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for
+that.
 
 Both sides of a call prove that they know the job's secret (see `strangers`); without one, what is in the store.
 """

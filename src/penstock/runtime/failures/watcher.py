@@ -1,7 +1,7 @@
-"""The watcher: a thread of each rank that notices when another rank ends, whatever the host of this one is doing.
+"""The watcher: a thread of each rank that notices when another rank ends, whatever its own main thread is doing.
 
 It keeps the rank's place in a ring of connections (`ring`), tells the failure boards of this process what happened,
-and ends what their hosts wait for. It also looks after hosts that wait for long (`inquiry`).
+and ends what their main threads wait for. It also looks after those that wait for long (`inquiry`).
 """
 
 from __future__ import annotations
