@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from penstock.planning.context_parallel import share_sequences
 from penstock.planning.fit import Recipe, profiles_of, ways
 from penstock.planning.plan import Job, costs_of
 from penstock.planning.planner import make_plans
+from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model
 from penstock.planning.report import plan_data, section_of, to_paste
 from penstock.trainer.pipeline_trainer import PipelineTrainer
@@ -333,6 +335,16 @@ def test_a_part_costs_its_share_and_what_it_receives() -> None:
     again = costs_of([[part.checkpointed()]], [0.2])
     assert again.backward == pytest.approx(((whole.backward + whole.forward) / 4 / 0.2 + 2 * received,))
     assert share_sequences(Job(profile, Cluster((DeviceClass("device", 6),)), 1), 4) is None
+
+
+def test_all_costs_of_a_unit_are_divided_but_those_of_its_weights() -> None:
+    names = [one.name for one in fields(UnitCost) if "float" in str(one.type) and "tuple" not in str(one.type)]
+    profile = Profile("a model", (UnitCost(name="unit", **dict.fromkeys(names, 8.0)),))  # type: ignore[arg-type]
+    job = share_sequences(Job(profile, Cluster((DeviceClass("device", 4),)), 1), 4)
+    assert job is not None
+    (part,) = job.profile.units
+    others = {name for name in names if getattr(part, name) != 2.0}
+    assert others == {"weights", "gradients", "optimizer", "forward_messages", "backward_messages"}
 
 
 def test_parts_sum_their_gradients_at_the_end_of_a_planned_step() -> None:

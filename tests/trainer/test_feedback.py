@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import penstock
 from penstock import HeterogeneousParallelPlugin
 from penstock.integrations.trl import (
     PipelineDPOTrainer,
@@ -109,6 +110,10 @@ def test_single_precision_gives_the_same_figures_up_to_rounding(pool: Pool, tmp_
 
 
 @pytest.mark.parametrize("kind", [PipelineDPOTrainer, PipelineRewardTrainer, PipelineKTOTrainer, PipelineGRPOTrainer])
-def test_a_plugin_and_so_an_elastic_run_is_refused_by_name(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"elastic": penstock.Elastic("file:///run"), "global_batch_size": 4}], ids=["plain", "elastic"]
+)
+def test_a_plugin_and_so_an_elastic_run_is_refused_by_name(kind: Any, options: dict[str, Any]) -> None:
+    plugin = HeterogeneousParallelPlugin(microbatch_size=2, **options)
     with pytest.raises(ValueError, match=rf"HeterogeneousParallelPlugin with {kind.__name__[8:]} does not work over"):
-        kind(None, parallelism=HeterogeneousParallelPlugin(microbatch_size=2))
+        kind(None, parallelism=plugin)

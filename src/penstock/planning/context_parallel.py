@@ -3,10 +3,11 @@ which computes and keeps a part of each."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from penstock.planning.cluster import Cluster, Link
+from penstock.planning.memory import OF_WEIGHTS
 from penstock.planning.plan import Job
 from penstock.planning.profile import UnitCost
 
@@ -14,10 +15,6 @@ from penstock.planning.profile import UnitCost
 # are together as wide as it, and as many for keys and values. Grouped heads are fewer (Llama 3: 2.5), wide ones more
 # (Qwen3 0.6B: 6).
 EXCHANGED = 4
-PER_MICROBATCH = (
-    "forward", "backward", "weight", "kept", "working", "deferred", "splitting", "received", "sent", "output",
-    "forwarding", "kept_checkpointed", "crossing",
-)  # fmt: skip
 
 
 def share_sequences(job: Job, size: int) -> Job | None:
@@ -40,9 +37,12 @@ def _groups_of(cluster: Cluster, size: int) -> Cluster | None:
 
 
 def _cost_of_part(unit: UnitCost, size: int, link: Link) -> UnitCost:
-    costs = {name: getattr(unit, name) for name in PER_MICROBATCH}
-    own: dict[str, Any] = {name: None if cost is None else cost / size for name, cost in costs.items()}
+    own: dict[str, Any] = {
+        one.name: None if (cost := getattr(unit, one.name)) is None else cost / size
+        for one in fields(unit)
+        if one.type in ("float", "float | None") and one.metadata != OF_WEIGHTS
+    }
     # See `context_parallel.attention.Exchange`; the backward brings as much.
     received = EXCHANGED * unit.crossing * (size - 1) / size**2
     seconds = link.seconds(received) if unit.crossing else 0.0
-    return replace(unit, **own, forward_messages=seconds, backward_messages=seconds)
+    return replace(unit, **own | {"forward_messages": seconds, "backward_messages": seconds})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.runtime.boundary.boundaries import BYTES_AHEAD
 from penstock.runtime.boundary.p2p import RECEIVES_AHEAD, SENDS_AHEAD
@@ -30,6 +30,10 @@ class MemoryEstimate:
         return ", ".join(f"{name} {readable(getattr(self, name))}" for name in parts)
 
 
+# Marks the numbers of units, here and in `UnitCost`, that do not depend on the microbatch; all others do.
+OF_WEIGHTS = {"of weights": True}
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
     """What units hold, in bytes. Of a microbatch, by time:
@@ -46,9 +50,9 @@ class HeldBytes:
     ============================  ======================================================================================
     """
 
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
+    weights: float = field(default=0.0, metadata=OF_WEIGHTS)
+    gradients: float = field(default=0.0, metadata=OF_WEIGHTS)
+    optimizer: float = field(default=0.0, metadata=OF_WEIGHTS)
     kept: float = 0.0
     working: float = 0.0
     deferred: float | None = None  # None: as much as `kept`
