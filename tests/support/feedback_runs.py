@@ -15,7 +15,7 @@ from penstock.integrations.trl import PipelineKTOTrainer, PipelineRewardTrainer
 from tests.support.families import FAMILIES
 from tests.support.preference_runs import NUM_PAIRS, SIZES, pairs, second_model
 from tests.support.quantised import load, quantisation
-from tests.support.trainer_runs import NUM_EVALUATED, adapters, of_trl, over, precisely, run, tokenizer
+from tests.support.trainer_runs import adapters, if_evaluated, of_trl, over, precisely, run, tokenizer
 
 
 def margins(data: Dataset) -> Dataset:
@@ -38,7 +38,10 @@ def judge(
 ) -> list[dict[str, float]]:
     """Train with RewardTrainer; with `margin` by how much a completion should be better, of unlike numbers. `packed`
     has a model that is to be loaded in 4 bits."""
-    data = [pairs(NUM_PAIRS, 1), pairs(NUM_EVALUATED, 2)]
+    given = of_trl(folder, steps, pipelines, **options)
+    data = [pairs(NUM_PAIRS, 1), if_evaluated(given, pairs, pipelines)]
+    if margin:
+        data = [one and margins(one) for one in data]
     with precisely(dtype):
         configuration = FAMILIES["llama"].build(**SIZES).config
         configuration.num_labels = 1
@@ -52,9 +55,9 @@ def judge(
         )
         trainer: Any = (PipelineRewardTrainer if stages else RewardTrainer)(
             model,
-            args=RewardConfig(**of_trl(folder, steps, pipelines, **options)),
-            train_dataset=margins(data[0]) if margin else data[0],
-            eval_dataset=margins(data[1]) if margin else data[1],
+            args=RewardConfig(**given),
+            train_dataset=data[0],
+            eval_dataset=data[1],
             processing_class=tokenizer(),
             peft_config=adapters(lora, modules_to_save=["score"]),
             compute_metrics=compute_metrics,
@@ -88,13 +91,14 @@ def approve(
 ) -> list[dict[str, float]]:
     """Train with KTOTrainer. The reference is the adapters' base, or another model. `packed` has a model that is to be
     loaded in 4 bits."""
+    given = of_trl(folder, steps, pipelines, **{"beta": 0.5, **options})
     with precisely(dtype):
         trainer: Any = (PipelineKTOTrainer if stages else KTOTrainer)(
             FAMILIES["llama"].build(dtype=dtype, **SIZES) if packed is None else load("llama", packed, "nf4", False),
             ref_model=None if lora else second_model("llama", dtype, **SIZES),
-            args=KTOConfig(**of_trl(folder, steps, pipelines, **{"beta": 0.5, **options})),
+            args=KTOConfig(**given),
             train_dataset=unpaired(NUM_PAIRS, 1),
-            eval_dataset=unpaired(NUM_EVALUATED, 2),
+            eval_dataset=if_evaluated(given, unpaired, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             compute_metrics=compute_metrics,

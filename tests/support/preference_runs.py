@@ -14,7 +14,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from penstock.integrations.trl import PipelineDPOTrainer, PipelineGRPOTrainer
 from tests.support.families import FAMILIES
-from tests.support.trainer_runs import NUM_EVALUATED, adapters, of_trl, over, precisely, run, tokenizer
+from tests.support.trainer_runs import adapters, if_evaluated, of_trl, over, precisely, run, tokenizer
 
 NUM_PAIRS = 40
 # Of the tiny models.
@@ -106,7 +106,7 @@ def prefer(
             ref_model=reference,
             args=DPOConfig(**given),
             train_dataset=pairs(NUM_PAIRS, 1),
-            eval_dataset=pairs(NUM_EVALUATED, 2),
+            eval_dataset=if_evaluated(given, pairs, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             compute_metrics=compute_metrics,
@@ -179,7 +179,7 @@ def reinforce(
             reward_funcs=rewards or Rewards(folder),
             args=arguments,
             train_dataset=prompts(NUM_PAIRS, 1),
-            eval_dataset=prompts(NUM_EVALUATED, 2),
+            eval_dataset=if_evaluated(given, prompts, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),

@@ -6,6 +6,7 @@ In double precision, unless asked for otherwise: what differs is no rounding.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def defaults(folder: Path, steps: int, pipelines: int) -> dict[str, Any]:
         "max_grad_norm": 0.5,
         "logging_steps": 1,
         "eval_strategy": "steps",
-        "eval_steps": max(1, steps // 3),
+        "eval_steps": math.ceil(steps / 3),
         "save_strategy": "no",
         "report_to": "none",
         "use_cpu": True,
@@ -126,6 +127,11 @@ def of_trl(folder: Path, steps: int, pipelines: int, **further: Any) -> dict[str
 def adapters(wanted: bool, **further: Any) -> LoraConfig | None:
     """What `peft_config` is in a run of TRL's trainers."""
     return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **further) if wanted else None
+
+
+def if_evaluated(given: Mapping[str, Any], data: Callable[[int, int], Dataset], pipelines: int) -> Dataset | None:
+    """What a run of TRL's trainers evaluates on, if it does: two batches for each pipeline."""
+    return None if given["eval_strategy"] == "no" else data(2 * BATCH * pipelines, 2)
 
 
 def over(stages: int, **further: Any) -> dict[str, Any]:
@@ -200,7 +206,7 @@ def fine_tune(
             FAMILIES[family].build(dtype=dtype, vocab_size=62, **(settings or {})),
             SFTConfig(**given),
             train_dataset=sentences(80, 1),
-            eval_dataset=sentences(NUM_EVALUATED, 2),
+            eval_dataset=if_evaluated(given, sentences, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +46,38 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LAYOUTS: list[tuple[int, int, list[str]]] = [
+    (2, 1, [*CASES]),
+    (3, 1, ["reward", "KTO"]),
+    (2, 2, ["reward, further", "KTO", "KTO, adapters"]),
+]
+Plain = tuple[dict[str, list[dict[str, float]]], Path]
+
+
+@pytest.fixture(scope="module")
+def plain_runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Plain]:
+    """Those of so many plain processes as there are pipelines, once for all layouts."""
+
+    @functools.cache
+    def of(processes: int) -> Plain:
+        folder = tmp_path_factory.mktemp("plain")
+        cases = {case: CASES[case] for _, pipelines, some in LAYOUTS if pipelines == processes for case in some}
+        return pool.run(processes, learn_all, folder, 0, processes, cases, init=False, timeout=240)[0], folder
+
+    return of
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "pipelines", "cases"),
-    [
-        (2, 1, [*CASES]),
-        (3, 1, ["reward", "KTO"]),
-        (2, 2, ["reward, further", "KTO", "KTO, adapters"]),
-    ],
-    ids=["2 stages", "3 stages", "2 pipelines of 2"],
-)
+@pytest.mark.parametrize(("stages", "pipelines", "cases"), LAYOUTS, ids=["2 stages", "3 stages", "2 pipelines of 2"])
 def test_feedback_is_learned_alike_with_and_without_pipelines(
-    pool: Pool, tmp_path: Path, stages: int, pipelines: int, cases: list[str]
+    pool: Pool, plain_runs: Callable[[int], Plain], tmp_path: Path, stages: int, pipelines: int, cases: list[str]
 ) -> None:
     """Losses, all figures that are logged, and weights. Several pipelines are held to as many plain processes."""
     chosen = {case: CASES[case] for case in cases}
-    plain = pool.run(pipelines, learn_all, tmp_path / "plain", 0, pipelines, chosen, init=False, timeout=240)[0]
+    plain, folder = plain_runs(pipelines)
     for run in pool.run(stages * pipelines, learn_all, tmp_path, stages, pipelines, chosen, init=False, timeout=280):
         for case in cases:
-            found = differences((run[case], tmp_path / case), (plain[case], tmp_path / "plain" / case))
+            found = differences((run[case], tmp_path / case), (plain[case], folder / case))
             assert found.keys() >= FIGURES[case.split(",")[0]], case
             assert not {name: value for name, value in found.items() if value > EXACT}, case
 

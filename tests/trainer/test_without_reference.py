@@ -18,10 +18,10 @@ from tests.support.families import FAMILIES
 from tests.support.pool import Pool
 from tests.support.preference_runs import NUM_PAIRS, SIZES, OneLossEachStep, pairs
 from tests.support.trainer_runs import (
-    NUM_EVALUATED,
     adapters,
     defaults,
     differences,
+    if_evaluated,
     of_trl,
     over,
     precisely,
@@ -89,7 +89,7 @@ def prefer(
             FAMILIES[family].build(dtype=torch.float64, **{**SIZES, **(settings or {})}),
             args=arguments(**given),
             train_dataset=pairs(NUM_PAIRS, 1),
-            eval_dataset=pairs(NUM_EVALUATED, 2),
+            eval_dataset=if_evaluated(given, pairs, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),
