@@ -41,8 +41,8 @@ TOLERANCE = 1e-8  # double precision, but TRL divides its counts in single
 SMALL: dict[str, Any] = {"eval_steps": 2, "settings": {"num_hidden_layers": 2}}
 
 
-def llama() -> Any:
-    return DECODERS["llama"].build(use_cache=False)
+def llama(**settings: int) -> Any:
+    return DECODERS["llama"].build(use_cache=False, **settings)
 
 
 def with_adapters() -> Any:
@@ -301,7 +301,7 @@ def ways_of(profile: Any, memory: float, parts: int | None = None, **recipe: Any
 
 def test_plans_in_parts_say_how_they_run() -> None:
     """Pipelines that are alike by the configuration, others by the plugin; and each part has devices of its own."""
-    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
+    found = profile_model(llama(num_hidden_layers=4), 1, 64, operations_per_second=1e12)
     cluster = Cluster((DeviceClass("fast", 4), DeviceClass("slow", 2, speed=0.3)))
     shared = share_sequences(Job(found, cluster, 7), 2)
     assert shared is not None
@@ -349,7 +349,7 @@ def test_all_costs_of_a_unit_are_divided_but_those_of_its_weights() -> None:
 
 def test_parts_sum_their_gradients_at_the_end_of_a_planned_step() -> None:
     """A ring of all devices, of which each has all gradients."""
-    found = profile_model(llama(), 1, 64, operations_per_second=1e12)
+    found = profile_model(llama(num_hidden_layers=4), 1, 64, operations_per_second=1e12)
     job = share_sequences(Job(found, Cluster((DeviceClass("device", 4),), inside=Link(0.0, 1e9)), 1), 4)
     assert job is not None
     (plan, *_) = make_plans(job)

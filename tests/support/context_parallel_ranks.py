@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -25,7 +26,15 @@ DYNAMIC = {
     "max_position_embeddings": 14,
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
 }
-DECODERS = {
+
+
+def _shallow(family: Family) -> Family:
+    """Of two layers: where windows and whole attention alternate, one of each."""
+    layers = "n_layer" if "n_layer" in family.settings else "num_hidden_layers"
+    return dataclasses.replace(family, settings={**family.settings, layers: 2})
+
+
+_FAMILIES = {
     **{name: FAMILIES[name] for name in ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")},
     **{name: FAMILIES[name] for name in ("gemma2", "gemma3", "phi", "opt")},
     "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 4}, "causal"),
@@ -45,6 +54,7 @@ DECODERS = {
     "stablelm": Family("StableLmForCausalLM", "StableLmConfig", LLAMA, "causal"),
     "glm": Family("GlmForCausalLM", "GlmConfig", {**LLAMA, "head_dim": 8}, "causal"),
 }
+DECODERS = {name: _shallow(family) for name, family in _FAMILIES.items()}
 
 # What the layers of these compute over the whole sequence, they do by other means than attention by the registry.
 MIXING = {
