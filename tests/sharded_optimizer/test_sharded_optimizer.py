@@ -34,6 +34,11 @@ STEPS = 3
 EXACT = 1e-12
 
 
+def gpt2(**settings: Any) -> Any:
+    """Of two layers: every rank owns some of its weights."""
+    return FAMILIES["gpt2"].build(**{"n_layer": 2, **settings})
+
+
 class Seen(NamedTuple):
     """What a rank has after training: its weights, and the bytes of its optimizers' states."""
 
@@ -89,7 +94,7 @@ def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 @functools.cache
 def unsplit(kind: str, size: int, max_norm: float = 0.0) -> tuple[dict[str, torch.Tensor], int]:
     """Weights after training, and the bytes of the state, of the unsplit model."""
-    model: Any = FAMILIES["gpt2"].build()
+    model: Any = gpt2()
     optimizers, every = MAKERS[kind](list(model.parameters())), samples("gpt2", STEPS * size)
     with kept_in_double():
         for start in range(0, len(every), size):
@@ -104,7 +109,7 @@ def unsplit(kind: str, size: int, max_norm: float = 0.0) -> tuple[dict[str, torc
 
 def train(kind: str, pipelines: str, max_norm: float = 0.0, **options: Any) -> Seen:
     """On a worker, in double precision."""
-    model: Any = FAMILIES["gpt2"].build()
+    model: Any = gpt2()
     options = {"sharded_optimizer": True, **options}
     plugin = make_plugin(model, pipelines, **options)
     optimizers = MAKERS[kind](list(model.parameters()))
@@ -152,7 +157,7 @@ def test_weights_are_those_of_the_unsplit_model_and_each_state_is_kept_once(
 
 def bytes_after_a_step(sharded: bool) -> tuple[int, int]:
     """On a worker: those of the weights, and how many a step's gradients and sums leave in use."""
-    model = parallelize(FAMILIES["gpt2"].build(), 1, num_microbatches=2, sharded_optimizer=sharded)
+    model = parallelize(gpt2(n_layer=4), 1, num_microbatches=2, sharded_optimizer=sharded)
     found = []
     for _ in range(3):
         time.sleep(0.2)  # gloo's thread has a buffer in hand for a moment after its sum
@@ -186,7 +191,7 @@ def steps(how: str, options: Mapping[str, Any] | None = None) -> Noted:
 
     Whoever reads a weight after a step sees the new one: a hook of the optimizer, an average, an evaluation.
     """
-    model: Any = FAMILIES["gpt2"].build(**SETTINGS.get(how, {}))
+    model: Any = gpt2(**SETTINGS.get(how, {}))
     if how == "scaler":  # which takes no doubles
         model.float()
     if how == "frozen":
@@ -291,7 +296,7 @@ def two_optimizers(options: Mapping[str, Any] | None = None) -> tuple[list[tuple
     """Two optimizers under one GradScaler, the second of a single weight, which most ranks do not own or hold. In the
     second step a gradient of the first one overflows on one rank: it is skipped, the second is not. What moved and the
     scale, for each step; at last the weights."""
-    model: Any = FAMILIES["gpt2"].build(dtype=torch.float32)
+    model: Any = gpt2(dtype=torch.float32)
     if options is not None:
         model = parallelize(model, num_microbatches=2, **options)
     matrices, alone, held = [], [], {}
@@ -332,7 +337,7 @@ def test_an_overflow_skips_the_step_of_its_optimizer_on_all_ranks_and_of_no_othe
 
 def looks(lora: bool, folder: str | None = None, options: Mapping[str, Any] | None = None) -> Noted:
     """What reads weights right after `step()`: averages, an evaluation, generation, a save, `state_dict()`."""
-    model: Any = FAMILIES["gpt2"].build()
+    model: Any = gpt2()
     if lora:
         torch.manual_seed(1)
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn", "wte"], init_lora_weights=False))
@@ -449,7 +454,7 @@ def test_a_checkpoint_is_the_same_whether_the_state_was_divided(pool: Pool, tmp_
 
 
 def built(family: str) -> Any:
-    return FAMILIES[family].build(**({"vocab_size": 98, "num_hidden_layers": 2} if family == "qwen3" else {}))
+    return gpt2() if family == "gpt2" else FAMILIES[family].build(vocab_size=98, num_hidden_layers=2)
 
 
 def test_states_of_slices_and_of_parts_are_written_by_their_owners(pool: Pool, tmp_path: Path) -> None:
@@ -500,7 +505,7 @@ class Averaging(torch.optim.SGD):
 
 
 def step_with(kind: type[torch.optim.Optimizer], stages: int) -> None:
-    model = parallelize(FAMILIES["gpt2"].build(), stages, num_microbatches=2, sharded_optimizer=True)
+    model = parallelize(gpt2(), stages, num_microbatches=2, sharded_optimizer=True)
     further = {"optimizer_class": torch.optim.SGD} if kind is ZeroRedundancyOptimizer else {}
     optimizer: Any = kind(model.parameters(), lr=0.1, **further)  # type: ignore[call-arg]
     step_on(model, optimizer, 0)
@@ -523,7 +528,7 @@ def test_optimizers_that_cannot_be_divided_are_refused_by_name(
 
 
 def updated_by_hand() -> None:
-    model = parallelize(FAMILIES["gpt2"].build(), 1, num_microbatches=2, sharded_optimizer=True)
+    model = parallelize(gpt2(), 1, num_microbatches=2, sharded_optimizer=True)
     for number in range(2):
         backward(model, number)
         with torch.no_grad():
@@ -548,9 +553,7 @@ def step_alone() -> int:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    model = parallelize(
-        FAMILIES["gpt2"].build(tie_word_embeddings=False), 2, num_microbatches=2, sharded_optimizer=True
-    )
+    model = parallelize(gpt2(tie_word_embeddings=False), 2, num_microbatches=2, sharded_optimizer=True)
     step_on(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
     return sum("sharded_optimizer has no effect" in words for words in said)
 
