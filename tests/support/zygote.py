@@ -54,6 +54,7 @@ PRELOADED = (
     "tests.support.training",
     "peft",
     "trl.trainer.sft_trainer",
+    "optimum.quanto",  # of `quantised`, with diffusers
     *sorted(
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in (ROOT / "src/penstock").rglob("*.py")
