@@ -39,7 +39,7 @@ def judge(
     """Train with RewardTrainer; with `margin` by how much a completion should be better, of unlike numbers. `packed`
     has a model that is to be loaded in 4 bits."""
     given = of_trl(folder, steps, pipelines, **options)
-    data = [pairs(NUM_PAIRS, 1), if_evaluated(given, pairs, pipelines)]
+    data = [pairs(NUM_PAIRS, 1), if_evaluated(given["eval_strategy"], pairs, pipelines)]
     if margin:
         data = [one and margins(one) for one in data]
     with precisely(dtype):
@@ -98,7 +98,7 @@ def approve(
             ref_model=None if lora else second_model("llama", dtype, **SIZES),
             args=KTOConfig(**given),
             train_dataset=unpaired(NUM_PAIRS, 1),
-            eval_dataset=if_evaluated(given, unpaired, pipelines),
+            eval_dataset=if_evaluated(given["eval_strategy"], unpaired, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             compute_metrics=compute_metrics,

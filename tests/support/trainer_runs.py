@@ -129,9 +129,9 @@ def adapters(wanted: bool, **further: Any) -> LoraConfig | None:
     return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **further) if wanted else None
 
 
-def if_evaluated(given: Mapping[str, Any], data: Callable[[int, int], Dataset], pipelines: int) -> Dataset | None:
+def if_evaluated(strategy: str, data: Callable[[int, int], Dataset], pipelines: int) -> Dataset | None:
     """What a run of TRL's trainers evaluates on, if it does: two batches for each pipeline."""
-    return None if given["eval_strategy"] == "no" else data(2 * BATCH * pipelines, 2)
+    return None if strategy == "no" else data(2 * BATCH * pipelines, 2)
 
 
 def over(stages: int, **further: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def fine_tune(
             FAMILIES[family].build(dtype=dtype, vocab_size=62, **(settings or {})),
             SFTConfig(**given),
             train_dataset=sentences(80, 1),
-            eval_dataset=if_evaluated(given, sentences, pipelines),
+            eval_dataset=if_evaluated(given["eval_strategy"], sentences, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),

@@ -89,7 +89,7 @@ def prefer(
             FAMILIES[family].build(dtype=torch.float64, **{**SIZES, **(settings or {})}),
             args=arguments(**given),
             train_dataset=pairs(NUM_PAIRS, 1),
-            eval_dataset=if_evaluated(given, pairs, pipelines),
+            eval_dataset=if_evaluated(given["eval_strategy"], pairs, pipelines),
             processing_class=tokenizer(),
             peft_config=adapters(lora),
             **over(stages, **(parallelism or {})),
