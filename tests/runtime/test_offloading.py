@@ -17,7 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.planning.unit_cost import LiveBytes
 from tests.support.pool import Pool
-from tests.support.training import Step, assert_steps_equal, gradients_of, kept_in_double, parallelize, unsplit_step
+from tests.support.training import (
+    Step,
+    assert_steps_equal,
+    gradients_of,
+    kept_in_double,
+    parallelize,
+    run_step,
+    unsplit_step,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -70,13 +78,10 @@ def trained(schedule: str, folder: Path) -> dict[str, tuple[Step, int]]:
             if way != "nothing" and way != "files":
                 kept = {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep_products)}
                 model.gradient_checkpointing_enable({"use_reentrant": False, **(kept if "products" in way else {})})
-            for _ in range(2):  # shapes are learned in the first
-                model.zero_grad(set_to_none=False)
-                losses = []
-                with saved_in_files(folder) if "files" in way else contextlib.nullcontext(), LiveBytes() as live:
-                    for out in model(**batch()):
-                        out.loss.backward()
-                        losses.append(float(out.loss.detach()))
+            run_step(model, batch())  # shapes are learned
+            model.zero_grad(set_to_none=False)
+            with saved_in_files(folder) if "files" in way else contextlib.nullcontext(), LiveBytes() as live:
+                losses = run_step(model, batch())
             told[way] = Step(losses, gradients_of(model)), live.peak
     return told
 
