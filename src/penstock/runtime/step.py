@@ -163,6 +163,10 @@ class TrainingStep:
                 yield self._take_output()
                 if board.failed is not None:
                     board.check()
+                if self._context.groups.closed:
+                    raise LoopError(
+                        "the pipeline was closed inside the loop over microbatches: close it after the loop"
+                    )
                 if not self._backward_called or self._watch.sees_change():
                     fault = self._fault_of_body()
                     with after(fault):  # the others get it as a failure of this rank

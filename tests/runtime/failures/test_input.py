@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import warnings
@@ -351,6 +352,34 @@ def use_after_close() -> list[tuple[str, str]]:
     with torch.no_grad():
         evaluated = caught(model, **batch("causal", 4))
     return [caught(run_step, model, batch("causal", 4)), evaluated]
+
+
+def fail_inside_the_loop(stages: int, closes: bool) -> tuple[str, str]:
+    """What the loop raises after its last backward on rank 0 has closed the pipeline, or swallowed an error of its own
+    in which others waited for it."""
+    model = parallelize(gpt2(), stages, num_microbatches=2)
+
+    def loop() -> None:
+        for number, out in enumerate(model(**batch("causal", 4))):
+            out.loss.backward()
+            if number == 0 or model.pipeline.rank > 0:
+                continue
+            if closes:
+                model.pipeline.close()
+                continue
+            with contextlib.suppress(ValueError), model.pipeline.board.guard("asking for more", (0, 1)):
+                raise ValueError("an error of its own")
+
+    return caught(loop)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_whose_groups_close_inside_the_loop_says_why(pool: Pool, stages: int) -> None:
+    (kind, text), (other, told) = pool.run(2, fail_inside_the_loop, stages, True)
+    assert kind == "LoopError" and "was closed inside the loop" in text
+    assert other == "PipelineFailure" and "rank 0" in told
+    for kind, text in pool.run(2, fail_inside_the_loop, stages, False):
+        assert kind == "PipelineFailure" and "rank 0 failed: ValueError: an error of its own" in text
 
 
 def test_a_closed_pipeline_says_so(pool: Pool) -> None:
