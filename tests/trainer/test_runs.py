@@ -97,6 +97,20 @@ def test_adapters_are_resumed(pool: Pool, tmp_path: Path) -> None:
             assert not {name: value for name, value in found.items() if value > tolerance}, stages
 
 
+def test_a_run_goes_on_as_one_pipeline_of_as_many_ranks_and_back(pool: Pool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_steps": 6} | FEW
+    options |= {"settings": {"n_layer": 4}, "init": False, "timeout": 120}
+    before, step = tmp_path / "whole", 2
+    whole = pool.run(4, train, before, "GPT-2", 2, 2, **options)[0]
+    for stages, pipelines in ((4, 1), (2, 2)):
+        folder = tmp_path / f"{stages} stages"
+        shutil.copytree(before / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        for run in pool.run(4, train, folder, "GPT-2", stages, pipelines, resume=True, **options):
+            found = differences((run, folder), (whole, tmp_path / "whole"))
+            assert not {name: value for name, value in found.items() if value > 1e-10}, stages
+        before, step = folder, 4
+
+
 def test_a_sharded_optimizer_gives_the_same_run_and_is_resumed(pool: Pool, tmp_path: Path) -> None:
     """From its checkpoint on the same pipelines to the last bit, and without them."""
     options: dict[str, Any] = {"steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_steps": 2} | FEW
