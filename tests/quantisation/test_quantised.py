@@ -46,6 +46,7 @@ from tests.support.quantised import (
     load,
     plain_step,
     quantisation,
+    shallow_base,
     split_step,
     unsplit,
     write_base,
@@ -72,7 +73,7 @@ def test_a_quantised_base_with_adapters_runs_as_the_unsplit_one(pool: Pool, tmp_
 
 def test_saved_adapters_belong_to_a_plain_quantised_base(pool: Pool, tmp_path: Path) -> None:
     compared(pool, "gpt2", "double", "whole", 2, 2, ["1f1b"], tmp_path)
-    again = PeftModel.from_pretrained(load("gpt2", base("gpt2"), "double", adapters=False), tmp_path)
+    again = PeftModel.from_pretrained(load("gpt2", shallow_base("gpt2"), "double", adapters=False), tmp_path)
     expected, _ = unsplit("gpt2", "double", saved=False)
     assert evaluated(again)[0] == pytest.approx(expected["evaluated"][0], rel=ROUNDING)
 

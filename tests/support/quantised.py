@@ -104,8 +104,13 @@ def covering(kind: str) -> list[tuple[str, str, int, int, str]]:
 
 
 @functools.cache
-def base(family: str, kind: str | None = None) -> Path:
-    return write_base(family, Path(tempfile.mkdtemp()), kind)
+def base(family: str, kind: str | None = None, **sizes: int) -> Path:
+    return write_base(family, Path(tempfile.mkdtemp()), kind, **sizes)
+
+
+def shallow_base(family: str, kind: str | None = None) -> Path:
+    """Of three layers: with what is before and after them, they are enough for two stages on each of three ranks."""
+    return base(family, kind, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
 
 
 def evaluated(model: Any) -> tuple[float, torch.Tensor]:
@@ -147,7 +152,7 @@ def split_step(model: Any) -> float:
 @functools.cache
 def unsplit(family: str, kind: str, saved: bool) -> tuple[dict[str, Any], Path]:
     """What the unsplit model tells, and the folder of its adapters."""
-    folder = base(family, kind if saved else None)
+    folder = shallow_base(family, kind if saved else None)
     adapters = folder / f"adapters-{kind}"
     return story(load(family, folder, None if saved else kind), plain_step, adapters), adapters
 
@@ -180,7 +185,7 @@ def compared(
     """
     saved = way == "saved"
     expected, _ = unsplit(family, kind, saved)
-    arguments = family, base(family, kind if saved else None), None if saved else kind, way == "whole"
+    arguments = family, shallow_base(family, kind if saved else None), None if saved else kind, way == "whole"
     ranks_stories = pool.run(ranks, split_stories, *arguments, stages, schedules, folder, timeout=240)
     return [differences(runs, expected) for runs in zip(*ranks_stories, strict=True)]
 
