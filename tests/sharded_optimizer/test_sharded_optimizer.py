@@ -91,6 +91,28 @@ def bytes_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def of_two_models(split: bool) -> list[dict[str, torch.Tensor]]:
+    """The weights of two models that one optimizer has trained."""
+    with kept_in_double():
+        models = [gpt2().double() for _ in range(2)]
+        if split:
+            models = [parallelize(one, 1, sharded_optimizer=True) for one in models]
+        optimizer = torch.optim.AdamW([weight for one in models for weight in one.parameters()], lr=1e-2, eps=1e-4)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            for one in models:
+                backward(one, number)
+            optimizer.step()
+    return [weights_of(one) for one in models]
+
+
+def test_one_optimizer_may_train_two_models(pool: Pool) -> None:
+    expected = of_two_models(split=False)
+    for found in pool.run(2, of_two_models, split=True):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all((ours[name] - theirs[name]).abs().max() < EXACT for name in theirs)
+
+
 @functools.cache
 def unsplit(kind: str, size: int, max_norm: float = 0.0) -> tuple[dict[str, torch.Tensor], int]:
     """Weights after training, and the bytes of the state, of the unsplit model."""

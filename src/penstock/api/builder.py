@@ -90,7 +90,8 @@ def plan_and_build(
 
     Args:
         facts: what else must be the same on all ranks, by name.
-        plan: makes the plan of what was found. If it raises, it must do so on all ranks, as none waits for another.
+        plan: makes the plan of what was found. If it raises, it must do so on all ranks: the others would
+            wait for it in vain.
         configuration, criterion: what the model remembers.
         units: the model's, if they are known.
         loss_in_chunks: see `costs.unit_costs`.

@@ -162,7 +162,7 @@ def _make_in_stages(
     """A model whose weights are made where they are held. `call`: the user's, by its name. `make`: of the units of each
     stage, the stages that this rank holds, and how tensor parallelism shards the whole model's weights, gives the model
     with this rank's weights."""
-    with new_job(configuration.time_limit, call=call) as board:
+    with new_job(configuration.time_limit, call=call, patience=configuration.patience) as board:
         skeleton = make_skeleton()
         remember_example_inputs(skeleton, example_inputs)
 

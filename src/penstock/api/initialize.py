@@ -96,7 +96,7 @@ def initialize(
         return known
     check_whole_model(model, "initialize()")
     remember_example_inputs(model, example_inputs)
-    with new_job(configuration.time_limit) as board:
+    with new_job(configuration.time_limit, patience=configuration.patience) as board:
         return build_equal_pipelines(model, configuration, board, criterion)
 
 

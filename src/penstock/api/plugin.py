@@ -388,7 +388,7 @@ class HeterogeneousParallelPlugin:
         self._fit_pipelines(model)
         if dataloader is not None:
             self.check_dataloader(dataloader)
-        with new_job(self.settings.time_limit, call="configure()") as board:
+        with new_job(self.settings.time_limit, call="configure()", patience=self.settings.patience) as board:
             units, plan = self.layout.units, partial(self._plan, model)
             self._model = model = plan_and_build(model, self._facts(), plan, board, criterion=criterion, units=units)
         wrapped = None if optimizer is None else self.wrap_optimizer(optimizer, model)
@@ -435,7 +435,9 @@ class HeterogeneousParallelPlugin:
         try:
             now, on_layout = generations.enter(), partial(self._take_layout, generations)
             planned = LayoutPlan(*on_layout(now), self.settings.engine_options())
-            with new_job(self.settings.time_limit, generations.on_board, call="configure()") as board:
+            with new_job(
+                self.settings.time_limit, generations.on_board, "configure()", self.settings.patience
+            ) as board:
                 if now.is_first:
                     agree(model, facts, board)
                 fill_values = None if now.is_first else states.values(now)

@@ -345,11 +345,11 @@ class ElasticRun:
 
     def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float | None) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
-        unfinished: tuple[int, ...] = ()
+        lost, left = tuple(following.lost), tuple(following.left)
         if self._change is not None and self._has_formed:
             self._interrupted.append(self._change)
-        elif self._change is not None:  # no generation has followed without those that it lost
-            unfinished = self._change.lost
+        elif self._change is not None:  # no generation has followed without those that it lost, and that left
+            lost, left = (*self._change.lost, *lost), (*self._change.left, *left)
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
@@ -358,8 +358,8 @@ class ElasticRun:
         return Change(
             following.number,
             cause,
-            (*unfinished, *following.lost),
-            following.left,
+            lost,
+            left,
             following.joining,
             tuple(f"{len(stages)}x{count}" for stages, count in following.pipelines),
             following.restore,

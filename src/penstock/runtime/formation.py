@@ -40,6 +40,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
+from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.migration import FillValues, Migration
@@ -127,7 +128,7 @@ def connect_ranks(
             timeout or default_timeout(device),
         )
     context = RankContext(layout, rank, device, groups, board, Interrupts())
-    board.mates, board.patience = frozenset(context.pipeline_ranks), engine.options.patience
+    board.mates = frozenset(context.pipeline_ranks)
     board.on_end(groups.abort)
     board.find_fault = groups.fault
     # Registered first, to be called last: a group closes only when nothing refers to it.
@@ -182,15 +183,18 @@ def new_job(
     timeout: datetime.timedelta | None = None,
     on_board: Callable[[FailureBoard], object] = lambda board: None,
     call: str = "initialize()",
+    patience: float = PATIENCE_SECONDS,
 ) -> Iterator[FailureBoard]:
     """Begin a job: around all that ranks do together until its pipelines stand. Gives the board on which its failures
-    will be, to `on_board` first of all. `call`: what errors say that the ranks were in.
+    will be, to `on_board` first of all. `call`: what errors say that the ranks were in; `patience`: see
+    `EngineOptions`.
 
     torch.distributed is initialised from the environment, with `timeout`, unless it is already. From here on a rank
     that is lost is an error on every rank. After an error the board is given up here.
     """
     ensure_process_group(timeout)
     board = job_board()
+    board.patience = patience
     on_board(board)
     try:
         with board.position.call(call, world=True):

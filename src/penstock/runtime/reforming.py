@@ -70,7 +70,7 @@ def change_layout(
     mine = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
-    with new_job(engine.options.timeout, on_board, call="a re-formation") as board:
+    with new_job(engine.options.timeout, on_board, "a re-formation", engine.options.patience) as board:
         board.resume.update(saved)
         engine.split.change_stages(mine.stages, mine.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)

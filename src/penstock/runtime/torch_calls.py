@@ -37,14 +37,15 @@ OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
 
 Engine = Any  # `engine.Engine`, which imports this
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+# In the order in which they were made, which is that of all ranks.
+_engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
 # What a trial has shown of optimizers of the engines' parameters.
 _tried: weakref.WeakKeyDictionary[Optimizer, Dependence] = weakref.WeakKeyDictionary()
 
 
 def follow(engine: Engine) -> None:
     """From now on torch's functions know the gradients and parameters of `engine`."""
-    _engines.add(engine)
+    _engines[engine] = None
     _install()
 
 
@@ -117,7 +118,7 @@ def _only_one_trained() -> Engine | None:
 
 
 def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
-    """Those whose model has some of these parameters, on whatever rank."""
+    """Those whose model has some of these parameters, on whatever rank; in one order on all ranks."""
     own = set(map(id, parameters))
     known = ((one, (*one.known.values(), known_of(one.split.model).stand_in)) for one in _engines)
     return [engine for engine, every in known if not own.isdisjoint(map(id, every))]

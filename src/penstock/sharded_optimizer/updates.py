@@ -24,7 +24,7 @@ from penstock.sharded_optimizer.owners import with_owners
 # Smaller tensors are sent together.
 SENT_ALONE = 2**18
 
-_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def owner_choice_for(copies: int) -> OwnerChoice | None:
@@ -42,8 +42,8 @@ def _install() -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: it passes over what this rank does not own."""
-    if optimizer in _hooks:  # of an earlier step, perhaps of a model that is gone
-        _hooks.pop(optimizer).remove()
+    for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
+        handle.remove()
     for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
         if engine.options.owner_choice is None:
             continue
@@ -72,8 +72,9 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, any(touched)))
 
+    handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
     # Hooks cannot go while they are called: the next step removes this one.
-    _hooks[optimizer] = handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
+    _hooks.setdefault(optimizer, []).append(handle)
     # Before the hooks of users, who may look at the weights.
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(handle.id, last=False)

@@ -1,13 +1,13 @@
 """A trainer's own `compute_loss` over pipeline stages, unchanged.
 
 Without gradients it needs no help: `model(**inputs)` gives the whole output on every rank. With gradients only the last
-stage has outputs, one microbatch at a time. So a training step calls `compute_loss` three times:
+stage has outputs, one microbatch at a time. So a training step calls `compute_loss` for three purposes:
 
 1. To record, before the step, on each rank and microbatch: what does it call the model with? A stand-in for the model
    ends it there (`arguments`).
-2. To share, on the last stage, as the criterion: what is the microbatch's part of the loss? A stand-in for the model
-   returns the outputs that are there (`share_of_loss`).
-3. To log, after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
+2. To share, on the last stage, as the criterion, for each mean in the loss: what is the microbatch's part of it? A
+   stand-in for the model returns the outputs that are there (`share_of_loss`).
+3. To log, once after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
    process (`loss_and_metrics_of_batch`).
 
 Each pipeline is one process of the plain trainer.
