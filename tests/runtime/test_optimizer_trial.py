@@ -95,3 +95,29 @@ def test_each_group_is_tried_with_its_own_options(product: bool) -> None:
     optimizer = strict([torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)], product)
     OWN.lr_scheduler.ConstantLR(optimizer)
     assert dependence(optimizer, torch.device("cpu")) is (Dependence.MATRIX if product else Dependence.NOTHING)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter in its group, and clips only if it was made to."""
+
+    def __init__(self, params: Any, lr: float, max_norm: float | None = 1.0) -> None:
+        super().__init__(params, lr)
+        self.max_norm = max_norm
+        for group in self.param_groups:
+            group.setdefault("count", torch.zeros(()))
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+            if self.max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, Dependence.PARAMETERS), (None, Dependence.NOTHING)])
+def test_a_fresh_optimizer_is_made_as_the_users_was_and_shares_nothing_with_it(
+    max_norm: float | None, expected: Dependence
+) -> None:
+    optimizer = Counting([torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)], lr=0.1, max_norm=max_norm)
+    assert dependence(optimizer, torch.device("cpu")) is expected
+    assert optimizer.param_groups[0]["count"] == 0

@@ -6,6 +6,7 @@ that cannot be made anew."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -37,7 +38,7 @@ class Dependence(IntEnum):
 
 def dependence(optimizer: Optimizer, device: torch.device) -> Dependence:
     """On what updates of `optimizer`, whose weights are on `device`, depend, as far as its steps show it."""
-    kinds = {str({**group, "params": (), "lr": 0}): group for group in optimizer.param_groups}
+    kinds = {str({**_options(group), "lr": 0}): group for group in optimizer.param_groups}
     return max((_dependence(optimizer, group, device) for group in kinds.values()), default=Dependence.NOTHING)
 
 
@@ -81,14 +82,29 @@ def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence
 
 
 def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torch.nn.Parameter]) -> Optimizer:
+    """A fresh optimizer for `weights`, as `optimizer` is for a group of its own. Raises TypeError if it cannot be told
+    what its class was made with."""
     kind: Any = type(optimizer)
-    options = {name: value for name, value in group.items() if name not in _ADDED}
+    # Copies: a step may change in place what it finds in its group, such as a counter.
+    options = copy.deepcopy(_options(group))
     if "lr" in options:  # a warm-up may begin at 0
         options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
-    arguments = inspect.signature(kind).parameters.values()
-    needed = {one.name: options[one.name] for one in arguments if one.default is one.empty and one.name in options}
-    made: Optimizer = kind([{**options, "params": list(weights)}], **needed)
+    arguments: dict[str, Any] = {}
+    for one in [*inspect.signature(kind).parameters.values()][1:]:
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            continue
+        if one.name in options:
+            arguments[one.name] = options[one.name]
+        elif one.name in vars(optimizer):
+            arguments[one.name] = copy.deepcopy(vars(optimizer)[one.name])
+        else:
+            raise TypeError(f"{kind.__name__} does not keep its argument {one.name}")
+    made: Optimizer = kind([{**options, "params": list(weights)}], **arguments)
     return made
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _ADDED}
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -185,6 +185,7 @@ class TrainingStep:
             raise
         finally:
             self._output = self._yielded_loss = None
+            self._watch.stop()
             board.position.leave()
 
     def _fault_of_body(self) -> LoopError:

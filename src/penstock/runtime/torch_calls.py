@@ -177,12 +177,14 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     found = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
     if found is Dependence.RANKS:
         raise NotImplementedError(
-            f"{kind} divides its state among all ranks as if they were replicas, but each has parameters of its own. "
-            "Take torch.optim.AdamW, and sharded_optimizer=True to divide its state"
+            f"{kind} divides its state among all ranks, or exchanges something else between them, as if they were "
+            "replicas, but each has parameters of its own. Take torch.optim.AdamW, and sharded_optimizer=True to "
+            "divide its state"
         )
     instead, ids = "", set(map(id, parameters))
     if found is Dependence.PARAMETERS:
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
+        instead = " (clip gradients before step(), if it does that)"
     elif found is Dependence.MATRIX and any(
         one.sliced and id(one.parameter) in ids for engine in engines for one in engine.held
     ):

@@ -113,7 +113,7 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(tree) if unknown else (leaves, spec)
 
 
-class ChangesArgument(Untraceable):
+class ChangesArgument(Untraceable, NotImplementedError):
     """A unit changes a list, dictionary or data class among its arguments in place."""
 
 
