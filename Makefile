@@ -10,7 +10,7 @@ RUN := runs/demo
 STAGES ?= 2
 STEPS ?= 120
 # Sessions of pytest at once, each with its own workers. Most tests wait or compute on one core for much of their time.
-SESSIONS ?= 2
+SESSIONS ?= 3
 # One thread per process: several processes share the machine, and results do not depend on the number of cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -99,7 +99,7 @@ def with_executor(arguments: dict[str, Any]) -> Step:
     inputs = StepInputs([{}] * count, [plan] * count, [()] * count, [(1,)] * count, [1] * count, 0, 0, [{}] * count)
     board = FailureBoard(rank, "free")
     layout = Layout.place([[[f"u{stage}"] for stage in range(schedule.num_stages)]], [schedule.stage_to_rank])
-    groups = SimpleNamespace(reduction={}, world=dist.group.WORLD, world_control=dist.group.WORLD)
+    groups = SimpleNamespace(reduction={}, world=dist.group.WORLD, world_control=dist.group.WORLD, closed=False)
     context = RankContext(layout, rank, CPU, groups, board, Interrupts())
     header = encode_header([TensorSpec(SHAPE, torch.float32, requires_grad=True)])
     boundaries = Boundaries(FreeChannels(header, board), schedule.stage_to_rank, rank, CPU)

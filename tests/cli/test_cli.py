@@ -447,9 +447,8 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     verdict, *lines = result.output.splitlines()
     assert verdict.startswith("It fits: ") and (tmp_path / "memory.svg").exists()
     rows = [line for line in lines if line.split() and line.split()[-1] not in ("fits", "tok/s") and " yes " in line]
-    # 7 ways, each with recomputed activations, the loss in chunks, both and neither; and 5 with sequences in two parts,
-    # which leave no replicas that could divide the optimizer's state.
-    assert len(rows) == 28 + 20
+    # 7 ways, each with recomputed activations, the loss in chunks, both and neither; and all in two parts, too.
+    assert len(rows) == 28 + 28
     section = json.loads(next(line for line in lines if line.startswith("{")))
     assert Configuration.from_any(section).microbatch_size == 1
     shorter = run(*arguments, "--memory", "1GB").output.splitlines()

@@ -161,12 +161,12 @@ class TrainingStep:
         try:
             for self._yielded_loss in due_losses:
                 yield self._take_output()
-                if board.failed is not None:
-                    board.check()
-                if self._context.groups.closed:
+                if self._context.groups.closed:  # the others may have noticed, and failed, already
                     raise LoopError(
                         "the pipeline was closed inside the loop over microbatches: close it after the loop"
                     )
+                if board.failed is not None:
+                    board.check()
                 if not self._backward_called or self._watch.sees_change():
                     fault = self._fault_of_body()
                     with after(fault):  # the others get it as a failure of this rank

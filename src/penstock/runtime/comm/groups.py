@@ -34,7 +34,7 @@ class Groups:
     `tensor_parallel` joins the ranks that share this rank's stages (None if there is only this one), `context_parallel`
     those that compute the other parts of its sequences; `model_parallel` and `model_parallel_control` are all ranks of
     the pipeline, `batch_control` those of all pipelines that take the same batch.
-    `closed`: whether all are closed.
+    `closed`: whether all were closed, and not because of a failure.
 
     `timeout` is how long a transfer may take; by default as in torch's default group. `check` is called before each
     group is made: what it raises ends the construction, as ranks that have given up must make no groups in the world
@@ -145,7 +145,7 @@ class Groups:
 
     def destroy(self) -> None:
         """Close this rank's groups, so that ranks which wait on it wake with an error."""
-        groups, self._mine, self.closed = self._mine, [], True
+        groups, self._mine, self.closed = self._mine, [], not self._aborted
         self._made.clear()
         self._p2p.clear()
         self._results.clear()
