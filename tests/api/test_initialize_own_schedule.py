@@ -38,8 +38,10 @@ from penstock.schedule import (
 from penstock.schedule.registry import SCHEDULES
 from penstock.schedule.text import format_schedule, own_or_named
 from tests.cli.test_cli import rows, run
+from tests.support.families import FAMILIES, batch
 from tests.support.planning_cases import best_simulated_by_brute_force
 from tests.support.pool import Pool
+from tests.support.training import assert_steps_equal, train_family, unsplit_step
 
 
 def tiny() -> GPT2LMHeadModel:
@@ -122,11 +124,11 @@ UNEVEN = (",".join(f"0F{m},1F{m},1B{m},0B{m}" for m in range(4)), ",".join(f"2F{
     ids=["0 0 1", "0 1 1", "0 0 1 1"],
 )
 def test_a_rank_may_have_stages_that_follow_one_another(pool: Pool, rows: tuple[str, ...]) -> None:
-    ids = torch.randint(0, 61, (8, 8), generator=torch.Generator().manual_seed(1))
-    model = tiny()
-    expected = (model(input_ids=ids, labels=ids).loss.item(), model(input_ids=ids[:1], labels=ids[:1]).loss.item())
-    for losses in pool.run(2, train_with, schedule=list(rows), num_microbatches=4, timeout=60):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    inputs, settings = batch("causal", 8), {"n_layer": 4}
+    expected = unsplit_step(FAMILIES["gpt2"].build(**settings), (inputs, 1.0))
+    options = {"schedule": list(rows), "num_microbatches": 4}
+    steps = pool.run(2, train_family, "gpt2", 2, [inputs], settings, **options)
+    assert_steps_equal([step for (step,) in steps], expected)
 
 
 def test_a_schedule_of_other_size_is_refused_before_training(pool: Pool) -> None:
