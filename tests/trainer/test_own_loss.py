@@ -458,6 +458,23 @@ def test_a_loss_that_needs_what_other_ranks_have_is_refused_on_whatever_device_t
             fails()
 
 
+class Failing(Gathering):
+    """Its loss logs what it gathers, and has a fault that has nothing to do with it."""
+
+    def compute_loss_below(self, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        logits = model()["logits"]
+        self.accelerator.gather(logits.detach())  # type: ignore[attr-defined]  # put there by `OwnLoss`
+        return logits @ torch.ones(len(logits) + 1, device=logits.device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_fault_in_a_loss_that_gathers_figures_is_told_as_it_is(device: str) -> None:
+    trainer: Any = Failing()
+    with pytest.raises(RuntimeError, match=r"size|shape") as failed:
+        OwnLoss(trainer, DPOTrainer).loss_of_microbatch({"logits": torch.ones(3, device=device)}, {}, {})
+    assert "gathers" not in str(failed.value)
+
+
 def test_a_mean_that_has_nothing_in_a_microbatch_adds_nothing_to_the_loss() -> None:
     class TwoMeans(OwnLoss):
         def __init__(self) -> None:
@@ -467,7 +484,7 @@ def test_a_mean_that_has_nothing_in_a_microbatch_adds_nothing_to_the_loss() -> N
             return [Term(None, {"kept": 0}), Term(None, {"kept": 2})]
 
         def loss_of_microbatch(
-            self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]
+            self, outputs: Any, microbatch: Mapping[str, Any], changes: Mapping[str, Any]
         ) -> torch.Tensor:
             return outputs["logits"][: changes["kept"]].mean()
 

@@ -5,7 +5,7 @@ stage has outputs, one microbatch at a time. So a training step calls `compute_l
 
 1. To record, before the step, on each rank and microbatch: what does it call the model with? A stand-in for the model
    ends it there (`arguments`).
-2. To share, on the last stage, as the criterion, for each mean in the loss: what is the microbatch's part of it? A
+2. To share, on the last stage, as the criterion, for each mean in the loss: what is the microbatch's share of it? A
    stand-in for the model returns the outputs that are there (`share_of_loss`).
 3. To log, once after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
    process (`loss_and_metrics_of_batch`).
@@ -44,7 +44,8 @@ from penstock.runtime.inputs import AS_ACCUMULATED
 from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 
-# Inputs of a step that only the criterion is given: a part of the trainer's batch, and its share of each of the means.
+# Inputs of a microbatch that only the criterion is given: the trainer's own, as its `compute_loss` wants them, and the
+# microbatch's share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
 OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
@@ -56,10 +57,10 @@ OUTPUT_FORM = OutputForm(dict, ())
 
 @dataclass(frozen=True)
 class Term:
-    """A part of the loss that is one mean.
+    """A summand of the loss that is one mean.
 
     Attributes:
-        count: the number of elements of the mean in a part of the batch; None for a sum.
+        count: the number of elements of the mean in a microbatch; None for a sum.
         changes: attributes of the trainer with which its `compute_loss` gives this term alone.
     """
 
@@ -70,8 +71,8 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `add_precomputed` and `precomputed_attributes`, `pieces` and `join_rows`, `terms`,
-    `notes_in`.
+    What differs between trainers: `add_precomputed` and `precomputed_attributes`, `microbatches` and `join_rows`,
+    `terms`, `notes_in`.
     """
 
     # Where the trainer notes metrics until it logs them.
@@ -116,18 +117,18 @@ class OwnLoss(TrainerAdapter):
         rank, and may call the model."""
         return inputs
 
-    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The microbatches of a batch."""
         sizes = self.sizes(size := batch_size_of(batch))
         return split_batch(batch, size, sizes)
 
-    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of the batch from those of its microbatches: the reverse of `pieces`."""
-        return torch.cat(list(parts))
+    def join_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows of the batch from those of its microbatches: the reverse of `microbatches`."""
+        return torch.cat(list(rows))
 
     def terms(self) -> Sequence[Term]:
         """The means that add up to the loss."""
-        return [Term(lambda part: float(batch_size_of(part)))]
+        return [Term(batch_size_of)]
 
     # -- a training step -------------------------------------------------------------------------------------------
 
@@ -143,21 +144,22 @@ class OwnLoss(TrainerAdapter):
         """As the base's. The number of labels is not used: TRL's losses count for themselves."""
         with torch.no_grad():
             self._whole = self.add_precomputed(inputs)
-        pieces = self.pieces(self._whole)
-        microbatches = [
-            {**self.arguments(piece), BATCH: piece, SHARES: shares}
-            for piece, shares in zip(pieces, self._shares(pieces).tolist(), strict=True)
+        microbatches = self.microbatches(self._whole)
+        given = [
+            {**self.arguments(microbatch), BATCH: microbatch, SHARES: shares}
+            for microbatch, shares in zip(microbatches, self._shares(microbatches).tolist(), strict=True)
         ]
         place, num_pipelines = self.engine.place.pipeline, len(self.engine.layout.pipelines)
-        samples = num_pipelines * sum(map(batch_size_of, microbatches))
-        return MicrobatchedBatch(microbatches, samples, first_microbatch=place * len(pieces))
+        samples = num_pipelines * sum(map(batch_size_of, given))
+        return MicrobatchedBatch(given, samples, first_microbatch=place * len(given))
 
-    def _shares(self, pieces: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """What part each microbatch has of each of the loss's means: (microbatches, terms). Of a term that is a sum
-        each microbatch has its own part whole: 1."""
+    def _shares(self, microbatches: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """The share of each microbatch in each of the loss's means: (microbatches, terms). A term that is a sum has
+        the whole value of each microbatch: share 1."""
         columns = []
         for term in self.terms():
-            counts = torch.tensor([1.0 if term.count is None else term.count(one) for one in pieces]).double()
+            elements = [1.0 if term.count is None else term.count(microbatch) for microbatch in microbatches]
+            counts = torch.tensor(elements).double()
             total = 1.0 if term.count is None else float(counts.sum()) or 1.0
             columns.append(counts / total)
         return torch.stack(columns, 1)
@@ -186,34 +188,48 @@ class OwnLoss(TrainerAdapter):
     # -- compute_loss ------------------------------------------------------------------------------------------------
 
     def arguments(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """What `compute_loss` calls the model with, for this part of the batch."""
-        asked = _ModelRecorder(base_of(self.trainer.model).forward)
+        """What `compute_loss` calls the model with, for this batch or microbatch."""
+        recorder = _ModelRecorder(base_of(self.trainer.model).forward)
         try:
-            self._compute(self._trainer_view(asked, {}), asked, batch)
+            self._compute(self._trainer_view(recorder, {}), recorder, batch)
         except _ModelIsCalled as call:
             return call.arguments
         raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", "it does not call the model")
 
     def share_of_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """This microbatch's share of the loss of the batch; on the last stage."""
-        parts = []
+        summands = []
         for term, share in zip(self.terms(), inputs[SHARES], strict=True):
             loss = self.loss_of_microbatch(outputs, inputs[BATCH], term.changes)
             # With no element in this microbatch its mean is not a number.
-            parts.append(loss * share if share else zero_loss(loss, outputs))
-        return torch.stack(parts).sum()
+            summands.append(loss * share if share else zero_loss(loss, outputs))
+        return torch.stack(summands).sum()
 
-    def loss_of_microbatch(self, outputs: Any, batch: Mapping[str, Any], changes: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a part of the batch, of which the model gave these outputs, with changed attributes."""
+    def loss_of_microbatch(
+        self, outputs: Any, microbatch: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The loss of a microbatch, of which the model gave these outputs, with changed attributes."""
         stand_in = _ModelStandIn(outputs)
         view = self._trainer_view(stand_in, changes)
         try:
-            return self._compute(view, stand_in, batch)
+            return self._compute(view, stand_in, microbatch)
         except RuntimeError as error:
-            if type(error) is not RuntimeError or not view.accelerator.asked:
-                raise
-            # On an accelerator what was gathered is on another device.
-            raise self._needs_others(f" ({error})") from error
+            asked = type(error) is RuntimeError and view.accelerator.asked
+            if asked and self._can_compute_on_device(outputs, microbatch, changes):
+                raise self._needs_others(f" ({error})") from error
+            raise
+
+    def _can_compute_on_device(self, outputs: Any, microbatch: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+        """Whether the loss raises nothing if what is gathered is where the outputs are. If so, it has failed before
+        because it computes with what is gathered, which was on the CPU."""
+        stand_in = _ModelStandIn(outputs)
+        view = self._trainer_view(stand_in, changes)
+        view.accelerator = _AcceleratorStandIn(self.trainer.accelerator, partial(_gathered_nan, None))
+        try:
+            self._compute(view, stand_in, microbatch)
+        except Exception:
+            return False
+        return True
 
     def loss_and_metrics_of_batch(self, outputs: Any) -> torch.Tensor:
         """The loss of this pipeline's batch, with all that the trainer notes of it. Every rank calls this."""
@@ -237,12 +253,9 @@ class OwnLoss(TrainerAdapter):
         return view
 
     def answer_without_ranks(self, call: str, *args: Any, **kwargs: Any) -> Any:
-        """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers: what is
-        gathered is not a number, so that a loss which depends on it shows. It is on the CPU: no host waits for it."""
-        tensors = next(iter((*args, *kwargs.values())), None)
-        if call == "pad_across_processes":
-            return tensors
-        return pytree.tree_map_only(torch.Tensor, lambda one: torch.full(one.shape, torch.nan), tensors)
+        """What a call of the accelerator over all ranks gives in a microbatch, where no other rank answers. It is on
+        the CPU: no host waits for it."""
+        return _gathered_nan("cpu", call, *args, **kwargs)
 
     def check(self, whole: torch.Tensor, summed: torch.Tensor) -> None:
         """Compare the loss of the batch with the sum of its microbatches'. Raises ValueError if that sum alone is NaN;
@@ -261,7 +274,10 @@ class OwnLoss(TrainerAdapter):
             )
 
     def _needs_others(self, seen: str = "") -> ValueError:
-        reason = f"its loss depends on what it gathers from other processes{seen}"
+        reason = (
+            f"its loss depends on what it gathers from other processes{seen}. Train it without pipelines, or write the "
+            "loss as a criterion: docs/your_own_loss.md"
+        )
         return not_over_pipelines(f"{self.owner.__name__}.compute_loss", reason)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -274,8 +290,8 @@ class OwnLoss(TrainerAdapter):
         return_outputs: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
-        found = self.trainer.compute_loss_below(model, {**inputs}, **given)
-        return found if return_outputs else (found, None)
+        loss = self.trainer.compute_loss_below(model, {**inputs}, **given)
+        return loss if return_outputs else (loss, None)
 
 
 class _LossOfOutputs:
@@ -320,23 +336,23 @@ def join_outputs(outputs: Sequence[Mapping[str, Any]], shares: Sequence[float], 
     """The fields of the output of a batch from those of its microbatches, also inside tuples. A tensor of shape
     (), such as the loss of routers, is weighted as it was trained: by the `shares` of the microbatches in the loss's
     first mean. What is no tensor is that of the first microbatch."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name in dict.fromkeys(chain(*outputs)):
         having = [index for index, output in enumerate(outputs) if output.get(name) is not None]
         if having:
             total = sum(shares[index] for index in having) or 1.0
             weights = [shares[index] / total for index in having]
             join = partial(_join_leaves, join_rows, weights)
-            found[name] = pytree.tree_map(join, *(outputs[index][name] for index in having))
-    return found
+            joined[name] = pytree.tree_map(join, *(outputs[index][name] for index in having))
+    return joined
 
 
-def _join_leaves(join_rows: JoinRows, weights: Sequence[float], *parts: Any) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[0]
-    if parts[0].dim():
-        return join_rows(parts)
-    return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum()
+def _join_leaves(join_rows: JoinRows, weights: Sequence[float], *leaves: Any) -> Any:
+    if not isinstance(leaves[0], torch.Tensor):
+        return leaves[0]
+    if leaves[0].dim():
+        return join_rows(leaves)
+    return torch.stack([leaf * weight for leaf, weight in zip(leaves, weights, strict=True)]).sum()
 
 
 class _ModelIsCalled(BaseException):
@@ -372,6 +388,19 @@ class _ModelStandIn:
             raise not_over_pipelines("compute_loss", "it calls the model a second time, of which there are no outputs")
         self._called = True
         return self._outputs
+
+
+def _gathered_nan(device: str | None, call: str, *args: Any, **kwargs: Any) -> Any:
+    """In place of what is gathered: not a number, so that a loss which depends on it shows. It is on `device`, or on
+    that of what was given."""
+    tensors = next(iter((*args, *kwargs.values())), None)
+    if call == "pad_across_processes":
+        return tensors
+
+    def nan(given: torch.Tensor) -> torch.Tensor:
+        return torch.full(given.shape, torch.nan, device=device or given.device)
+
+    return pytree.tree_map_only(torch.Tensor, nan, tensors)
 
 
 class _AcceleratorStandIn:

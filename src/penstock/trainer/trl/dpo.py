@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from penstock.trainer.own_loss import Term
 from penstock.trainer.trainer_adapter import not_over_pipelines
-from penstock.trainer.trl.pairs import join_pairs, num_pairs, pieces_of_pairs
+from penstock.trainer.trl.pairs import join_pairs, microbatches_of_pairs, num_pairs
 from penstock.trainer.trl.reference import AgainstReference
 
 # Of the losses in TRL's list, the one that is a mean over the tokens of the chosen completions.
@@ -31,11 +31,11 @@ class DPO(AgainstReference):
         chosen, rejected = self.trainer.compute_ref_log_probs(self.trainer.ref_model or self.trainer.model, inputs)
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
-    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return pieces_of_pairs(batch, self.sizes(num_pairs(batch)))
+    def microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return microbatches_of_pairs(batch, self.sizes(num_pairs(batch)))
 
-    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return join_pairs(parts)
+    def join_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return join_pairs(rows)
 
     def terms(self) -> Sequence[Term]:
         names, weights = self.trainer.loss_types, self.trainer.loss_weights

@@ -155,7 +155,7 @@ class GRPO(OwnLoss):
 
     # -- a training step -------------------------------------------------------------------------------------------
 
-    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         size = len(batch["completion_ids"])
         return split_batch(batch, size, self.sizes(size))
 

@@ -46,11 +46,13 @@ class KTO(AgainstReference):
         self._mismatched: torch.Tensor | None = self.trainer._compute_kl_logps(self.trainer.model, inputs)
         return super().add_precomputed(inputs)
 
-    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Without the mismatched pairs: KL is of the whole batch. It stands in the loss as `logps - reference - KL`
         alone, so it is added to the reference."""
         batch = {**batch, "ref_logps": batch["ref_logps"] + self._kl(batch)}
-        return super().pieces({name: value for name, value in batch.items() if not name.startswith(OF_MISMATCHED)})
+        return super().microbatches(
+            {name: value for name, value in batch.items() if not name.startswith(OF_MISMATCHED)}
+        )
 
     def _kl(self, batch: Mapping[str, Any]) -> torch.Tensor | float:
         """The mean over the mismatched pairs of all pipelines' batches, as TRL has it."""
@@ -61,4 +63,4 @@ class KTO(AgainstReference):
         return mean
 
     def terms(self) -> Sequence[Term]:
-        return [Term(lambda part: float(batch_size_of(part)), changes={"calculate_KL": False})]
+        return [Term(batch_size_of, changes={"calculate_KL": False})]

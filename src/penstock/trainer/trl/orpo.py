@@ -36,8 +36,8 @@ class CPO(OwnLoss):
         if args.generate_during_eval:
             raise not_over_pipelines("generate_during_eval", "call generate() after train()")
 
-    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return join_pairs(parts)
+    def join_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return join_pairs(rows)
 
     def terms(self) -> Sequence[Term]:
         over_tokens = {self.loss_of_pairs: self._no_preference, "aux_loss_enabled": False}

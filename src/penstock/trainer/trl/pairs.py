@@ -13,8 +13,8 @@ def num_pairs(batch: Mapping[str, Any]) -> int:
     return int(batch["input_ids"].shape[0]) // 2
 
 
-def pieces_of_pairs(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """The batch in parts of so many pairs each; a pair's two rows stay together."""
+def microbatches_of_pairs(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Microbatches of so many pairs each; a pair's two rows stay together."""
     pairs = num_pairs(batch)
 
     def rows(value: Any, start: int, stop: int) -> Any:
@@ -26,7 +26,7 @@ def pieces_of_pairs(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[dict
     return [{name: rows(value, *edge) for name, value in batch.items()} for edge in edges]
 
 
-def join_pairs(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of the batch from those of its parts."""
-    chosen, rejected = zip(*(part.chunk(2) for part in parts), strict=True)
+def join_pairs(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of the batch from those of its microbatches."""
+    chosen, rejected = zip(*(of_microbatch.chunk(2) for of_microbatch in rows), strict=True)
     return torch.cat([*chosen, *rejected])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.trainer.own_loss import OwnLoss, Term
-from penstock.trainer.trl.pairs import join_pairs, num_pairs, pieces_of_pairs
+from penstock.trainer.trl.pairs import join_pairs, microbatches_of_pairs, num_pairs
 
 # An input that only the loss reads: one number for each pair. TRL gives it to the model, too, which drops it.
 MARGIN = "margin"
@@ -19,11 +19,11 @@ class Reward(OwnLoss):
 
     trainer_class = "trl.RewardTrainer"
 
-    def pieces(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return pieces_of_pairs(batch, self.sizes(num_pairs(batch)))
+    def microbatches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return microbatches_of_pairs(batch, self.sizes(num_pairs(batch)))
 
-    def join_rows(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return join_pairs(parts)
+    def join_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return join_pairs(rows)
 
     def terms(self) -> Sequence[Term]:
         return [Term(num_pairs)]
