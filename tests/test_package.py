@@ -211,6 +211,7 @@ OF_LIBRARIES = {
     "hooks that others have put on a module, a parameter or an optimizer": {
         "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
         "_register_state_dict_hook", "_post_accumulate_grad_hooks", "_backward_hooks", "_optimizer_step_post_hooks",
+        "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
     },
     "what a module's own code saves, and loads": {"_metadata", "_save_to_state_dict", "_load_from_state_dict"},
     "whether a tensor was written to, and which memory it has": {

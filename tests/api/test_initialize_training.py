@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from penstock.runtime.comm import rollcall
-from tests.runtime.test_optimizer_trial import ByAllNorms
+from tests.runtime.test_optimizer_trial import ByAllNorms, ByOwnNorm
 from tests.support.families import batch, gpt2
 from tests.support.pool import Pool
 from tests.support.training import (
@@ -361,7 +361,7 @@ OVER_ALL: list[Callable[[Any], torch.optim.Optimizer]] = [
     partial(lbfgs, line_search_fn="strong_wolfe"),
     partial(Sharp, lr=0.1),
     partial(Lamb, lr=0.1),
-    partial(ByAllNorms, lr=0.1),
+    partial(ByOwnNorm, lr=0.1),
     partial(Gathered, lr=0.1),
 ]
 
@@ -387,7 +387,7 @@ def step_over_all(make: Callable[[Any], torch.optim.Optimizer], early: bool) -> 
 
 @pytest.mark.parametrize(("number", "early"), [(0, True), (1, False), (2, False), (3, True), (4, False)])
 def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Pool, number: int, early: bool) -> None:
-    kind = ("LBFGS", "LBFGS", "Sharp", "Lamb", "ByAllNorms")[number]
+    kind = ("LBFGS", "LBFGS", "Sharp", "Lamb", "ByOwnNorm")[number]
     for text in pool.run(2, step_over_all, OVER_ALL[number], early):
         assert text.startswith(f"{kind} lets updates depend on other parameters") and "AdamW" in text
 
@@ -403,22 +403,56 @@ def test_an_optimizer_that_takes_the_ranks_for_replicas_is_refused(pool: Pool) -
         assert isinstance(outcome, NotImplementedError) and str(outcome).startswith("Gathered divides its state among")
 
 
-def step_as_replicas() -> dict[str, torch.Tensor]:
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def step_over(num_stages: int, make: Make, sharded: bool) -> dict[str, torch.Tensor]:
     with kept_in_double():
-        model = parallelize(gpt2().double(), 1)
-        optimizer = ByAllNorms(model.parameters(), lr=0.1)
+        model = parallelize(gpt2().double(), num_stages, sharded_optimizer=sharded)
+        optimizer = make(model.parameters(), lr=0.1)
         run_step(model, rows(batch("causal", 4), model.data_parallel_rank, model.data_parallel_size))
         optimizer.step()
     return parameters_of(model)
 
 
-def test_an_optimizer_over_all_parameters_is_exact_where_every_rank_has_them(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages", "make", "sharded"),
+    [(2, 1, ByOwnNorm, False), (2, 1, ByAllNorms, True), (2, 2, ByAllNorms, False), (4, 2, ByAllNorms, True)],
+)
+def test_an_optimizer_with_a_norm_of_all_gradients_is_exact_where_every_rank_has_them_or_torch_computes_it(
+    pool: Pool, num_ranks: int, num_stages: int, make: Make, sharded: bool
+) -> None:
     model = gpt2().double()
     unsplit_step(model, (batch("causal", 4), 1.0))
-    ByAllNorms(model.parameters(), lr=0.1).step()
-    for found in pool.run(2, step_as_replicas):
-        for name, value in parameters_of(model).items():
-            assert (found[name] - value).abs().max() < EXACT, name
+    make(model.parameters(), lr=0.1).step()
+    for found in pool.run(num_ranks, step_over, num_stages, make, sharded):
+        for name, value in found.items():
+            assert (value - parameters_of(model)[name]).abs().max() < EXACT, name
+
+
+class Late(ByOwnNorm):
+    """Divides by the norm of all gradients only where a group asks for it."""
+
+    def step(self, closure: Any = None) -> Any:
+        together = any(group.get("together") for group in self.param_groups)
+        return super().step(closure) if together else torch.optim.SGD.step(self, closure)
+
+
+def step_with_a_late_group() -> str:
+    model = parallelize(gpt2(), 2)
+    *first, last = model.parameters()
+    optimizer = Late(first, lr=0.1)
+    run_step(model, batch("causal", 4))
+    optimizer.step()
+    optimizer.add_param_group({"params": [last], "together": True})
+    with pytest.raises(NotImplementedError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_group_that_comes_after_the_first_step_is_tried_too(pool: Pool) -> None:
+    for text in pool.run(2, step_with_a_late_group):
+        assert text.startswith("Late lets updates depend on other parameters")
 
 
 def clip_wrongly() -> list[str]:

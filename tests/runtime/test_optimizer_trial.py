@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import Adafactor
 
 from penstock.runtime.optimizer_trial import Dependence, dependence
@@ -24,10 +25,31 @@ class ByNorms(torch.optim.SGD):
 
 
 class ByAllNorms(torch.optim.SGD):
-    """Clips by the norm of all gradients."""
+    """Clips by the norm of all gradients, as torch computes it."""
 
     def step(self, closure: Any = None) -> Any:
         torch.nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class ByOwnNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients, which it computes itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [one.grad for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = sum(float(one.norm()) ** 2 for one in gradients) ** 0.5
+        for one in gradients:
+            one.div_(norm)
+        return super().step(closure)
+
+
+class ClippedAlone(torch.optim.SGD):
+    """Clips each gradient by its own norm, which torch's function would take for a part of a larger one."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                torch.nn.utils.clip_grad_norm_(one, 1.0)
         return super().step(closure)
 
 
@@ -76,7 +98,9 @@ ALONE: list[Any] = [
         (OWN.Muon, Dependence.MATRIX),
         (partial(Adafactor, relative_step=False), Dependence.MATRIX),
         (ByNorms, Dependence.MATRIX),
-        (ByAllNorms, Dependence.PARAMETERS),
+        (ByAllNorms, Dependence.NOTHING),
+        (ByOwnNorm, Dependence.PARAMETERS),
+        (ClippedAlone, Dependence.PARAMETERS),
     ],
 )
 def test_what_an_update_depends_on_is_seen(make: Callable[..., OWN.Optimizer], expected: Dependence) -> None:
@@ -98,7 +122,7 @@ def test_each_group_is_tried_with_its_own_options(product: bool) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a counter in its group, and clips only if it was made to."""
+    """Keeps a counter in its group, and clips each weight only if it was made to."""
 
     def __init__(self, params: Any, lr: float, max_norm: float | None = 1.0) -> None:
         super().__init__(params, lr)
@@ -109,8 +133,8 @@ class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] += 1
-            if self.max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+            for one in group["params"] if self.max_norm is not None else ():
+                torch.nn.utils.clip_grad_norm_(one, self.max_norm)
         return super().step(closure)
 
 
@@ -121,3 +145,17 @@ def test_a_fresh_optimizer_is_made_as_the_users_was_and_shares_nothing_with_it(
     optimizer = Counting([torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)], lr=0.1, max_norm=max_norm)
     assert dependence(optimizer, torch.device("cpu")) is expected
     assert optimizer.param_groups[0]["count"] == 0
+
+
+def test_hooks_for_all_optimizers_hear_nothing_of_a_trial() -> None:
+    optimizer, heard = OWN.SGD([torch.nn.Parameter(torch.ones(2, 3))], lr=0.1), list[Any]()
+    register: list[Any] = [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+    handles = [each(lambda heard_of, *_: heard.append(heard_of)) for each in register]
+    try:
+        dependence(optimizer, torch.device("cpu"))
+        assert heard == []
+        optimizer.step()
+        assert heard == [optimizer, optimizer]
+    finally:
+        for handle in handles:
+            handle.remove()

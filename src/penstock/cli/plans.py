@@ -161,7 +161,11 @@ def plan(
     ] = "none",
     loss_chunk_tokens: Chunk = None,
     sharded_optimizer: Annotated[
-        bool, typer.Option("--sharded-optimizer", help="Pipelines may divide the optimizer's state.")
+        bool,
+        typer.Option(
+            "--sharded-optimizer",
+            help="Pipelines, and devices that share sequences, may divide the optimizer's state.",
+        ),
     ] = False,
     quantization: Quantization = None,
     lora_rank: Rank = None,

@@ -1,5 +1,6 @@
 """What an optimizer's update of a weight depends on, as it is seen on tiny weights: a fresh optimizer of the same class
-and options takes a few steps on one, on that beside another, and on its halves.
+and options takes a few steps on one, on that beside another, and on its halves. The norm of all gradients is no
+dependence if torch's `clip_grad_norm_` or `get_total_norm` takes it: over stages it is that of the whole model.
 
 Only what these steps show is found: not what begins later, and nothing of an optimizer that draws random numbers, or
 that cannot be made anew."""
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
+from types import CellType
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torchs
 from torch.optim.optimizer import Optimizer
 
 from penstock.modeling.collectives import OwnCollective, RefusedCollectives
@@ -53,13 +57,17 @@ def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.de
     top, bottom = one.chunk(2, dim=1)
     left, right = one.chunk(2, dim=2)
     try:
-        with RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad():
+        with (
+            RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad(), _unheard(),
+        ):  # fmt: skip
             (alone,), (again,) = _updates(optimizer, group, [one]), _updates(optimizer, group, [one])
             together, _ = _updates(optimizer, group, [one, other])
             rows = torch.cat(_updates(optimizer, group, [top, bottom]), dim=0)
             columns = torch.cat(_updates(optimizer, group, [left, right]), dim=1)
     except OwnCollective:
         return Dependence.RANKS
+    except _NormOfSome:
+        return Dependence.PARAMETERS
     except Exception:  # whatever a class of the user's raises that cannot be made like this
         return Dependence.NOTHING
     if not _alike(alone, again):  # it draws random numbers
@@ -77,8 +85,49 @@ def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence
     for step in range(NUM_STEPS):
         for weight, history in zip(weights, histories, strict=True):
             weight.grad = history[1 + step].clone()
-        fresh.step()
+        with _norms_of(weights):
+            fresh.step()
     return [weight.detach() - first for weight, (first, *_) in zip(weights, histories, strict=True)]
+
+
+class _NormOfSome(Exception):
+    """A norm was asked for that is not of all gradients. Each rank would give it other ones."""
+
+
+@contextmanager
+def _norms_of(weights: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Inside, the norm of all gradients of `weights` is 1, as it is given to the optimizer; another one is an error."""
+    gradients = {id(weight.grad) for weight in weights}
+
+    def one(tensors: Any, *_: Any, **__: Any) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if {*map(id, given)} != gradients:
+            raise _NormOfSome
+        return given[0].new_ones(())
+
+    cell = inner_function(torch.nn.utils.get_total_norm)
+    before, cell.cell_contents = cell.cell_contents, one
+    try:
+        yield
+    finally:
+        cell.cell_contents = before
+
+
+def inner_function(wrapper: Any) -> CellType:
+    """Where a wrapper of torch's for torch.no_grad keeps its function."""
+    cell: CellType = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    return cell
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Hooks for the steps of all optimizers do not hear of those inside. One of them may be under way."""
+    before = torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks
+    torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = {}, {}
+    try:
+        yield
+    finally:
+        torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = before
 
 
 def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torch.nn.Parameter]) -> Optimizer:

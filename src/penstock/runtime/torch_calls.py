@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.holders import HeldParameter
-from penstock.runtime.optimizer_trial import Dependence, dependence
+from penstock.runtime.optimizer_trial import Dependence, dependence, inner_function
 
 # What a trial of an optimizer may not show is known by the names of classes, of torch and others. Those that use sums
 # over all parameters: a line search, a norm, a distance.
@@ -39,8 +39,8 @@ Engine = Any  # `engine.Engine`, which imports this
 
 # In the order in which they were made, which is that of all ranks.
 _engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
-# What a trial has shown of optimizers of the engines' parameters.
-_tried: weakref.WeakKeyDictionary[Optimizer, Dependence] = weakref.WeakKeyDictionary()
+# What a trial has shown of optimizers of the engines' parameters, and of how many of their groups.
+_tried: weakref.WeakKeyDictionary[Optimizer, tuple[int, Dependence]] = weakref.WeakKeyDictionary()
 
 
 def follow(engine: Engine) -> None:
@@ -55,9 +55,8 @@ def _install() -> None:
     register_optimizer_step_pre_hook(_before_update)
     register_optimizer_step_post_hook(_after_update)
     # Both are wrappers for torch.no_grad. The function inside is exchanged, so that whoever has imported one has ours.
-    wrapper: Any
     for wrapper, ours in ((torch.nn.utils.clip_grad_norm_, _clip), (torch.nn.utils.get_total_norm, _total_norm)):
-        cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+        cell = inner_function(wrapper)
         cell.cell_contents = functools.partial(ours, cell.cell_contents)
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = functools.partialmethod(_unscale, scaler._unscale_grads_)
@@ -207,9 +206,11 @@ def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Depende
     )
     if not divided or _is_torchs(type(optimizer)):
         return Dependence.NOTHING
-    if optimizer not in _tried:
-        _tried[optimizer] = dependence(optimizer, engines[0].device)
-    return _tried[optimizer]
+    num_groups, found = _tried.get(optimizer, (0, Dependence.NOTHING))
+    if num_groups != len(optimizer.param_groups):
+        found = dependence(optimizer, engines[0].device)
+        _tried[optimizer] = len(optimizer.param_groups), found
+    return found
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:
