@@ -215,7 +215,7 @@ class Stages(nn.Module):
         return SimpleNamespace(
             boundaries=[("hidden",)] * (len(self._stages) - 1),
             num_stages=len(self._stages),
-            controlled=False,
+            last_stage_decides=False,
             digest=0,
             checksum=0,
             calls=(),

@@ -32,27 +32,27 @@ class LayoutPlanner:
     """The pipelines that a whole model can be placed on, by the settings of a plugin and its schedule, which is not
     "auto" any more."""
 
-    def __init__(self, model: PreTrainedModel, plugin: PluginSettings, schedule: Schedules) -> None:
+    def __init__(self, model: PreTrainedModel, plugin_settings: PluginSettings, schedule: Schedules) -> None:
         self._model_name = type(model).__name__
         self.units = PipelineTemplate.get_modules(model)
-        settings, global_batch_size = plugin.elastic, plugin.global_batch_size
+        settings, global_batch_size = plugin_settings.elastic, plugin_settings.global_batch_size
         assert settings is not None and global_batch_size is not None
         self._settings = settings = replace(
             settings, templates=tuple(template.fitted(model, self.units) for template in settings.templates)
         )
         self._schedule = schedule
-        self._num_microbatches = global_batch_size // plugin.microbatch_size
-        self._tensor_parallel_size = plugin.tp_size
+        self._num_microbatches = global_batch_size // plugin_settings.microbatch_size
+        self._tensor_parallel_size = plugin_settings.tp_size
         # With a sharded optimizer not all that hold a parameter have its state.
-        self._owned = [names[0] for names in alias_groups(model)] if plugin.sharded_optimizer else []
+        self._owned = [names[0] for names in alias_groups(model)] if plugin_settings.sharded_optimizer else []
         if not isinstance(self._schedule, str) and not settings.templates:
             raise TypeError(
                 f"with elastic= the planner needs the name of one schedule, but the plugin has {self._schedule!r}"
             )
-        chunk = plugin.loss_chunk_tokens
+        chunk = plugin_settings.loss_chunk_tokens
         self._memory = device_memory() if settings.memory is None else settings.memory
         if self._memory is not None and not settings.templates:
-            self._profile = profile_model(model, plugin.microbatch_size, loss_chunk_tokens=chunk)
+            self._profile = profile_model(model, plugin_settings.microbatch_size, loss_chunk_tokens=chunk)
         else:  # an estimate of the seconds is enough to balance stages
             costs = unit_costs(model, self.units, loss_in_chunks=chunk is not None)
             self._profile = Profile(

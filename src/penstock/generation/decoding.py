@@ -366,7 +366,7 @@ class Decoding:
             plan = self._split.plan(inputs, call=call)
         finally:
             self.inside = False
-        if plan.controlled:
+        if plan.last_stage_decides:
             raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
         if plan.digest not in self._compared:
             self._compare(plan)

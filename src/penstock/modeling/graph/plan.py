@@ -38,8 +38,8 @@ class DataflowPlan(ForwardFacts):
         entry: name of the function that is run, `"forward"` for the model itself.
         boundaries: the values that cross each, in the order in which they travel; `boundaries[i]` are those between
             stage i and i + 1.
-        controlled: whether the code that follows the units of all stages but the last takes a path that depends on the
-            last stage's values. The other stages cannot run it: they leave the forward before.
+        last_stage_decides: whether the path that the code takes after the units of all other stages depends on the last
+            stage's values. The other stages cannot follow it: they leave the forward before.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
         digest: a hash of what a stage's run depends on, which tells this rank's plans apart.
@@ -50,7 +50,7 @@ class DataflowPlan(ForwardFacts):
     num_stages: int
     calls: tuple[PlannedCall, ...]
     boundaries: tuple[tuple[Value, ...], ...]
-    controlled: bool
+    last_stage_decides: bool
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
     digest: str = field(compare=False, default="")
@@ -109,7 +109,7 @@ def make_plan(
         num_stages=num_stages,
         calls=calls,
         boundaries=tuple(boundaries),
-        controlled=bool(trace.controls) and num_stages > 1,
+        last_stage_decides=bool(trace.controls) and num_stages > 1,
         defaults=defaults,
         last_calls=tuple(last_calls),
         **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},

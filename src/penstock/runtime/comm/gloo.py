@@ -31,8 +31,8 @@ from penstock.runtime.failures.keys import in_thread
 LAZY = "TORCH_GLOO_LAZY_INIT"
 # How often a rank looks whether others are there, in seconds, at first and later.
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
-# Of so many ranks, `in_trees` has all pairs.
-ALL_IN_TREES = 5
+# The most ranks of which `in_trees` connects all pairs.
+MOST_FULLY_CONNECTED = 5
 # Bytes of a message that the system takes at once. Where one side was killed, sends and receives of 8 MB never ended in
 # one of four runs, those of 800 kB in none of 60.
 FITS_IN_A_SOCKET = 1 << 17

@@ -6,11 +6,15 @@ docs/exactness.md). Parameters of one set share buckets. A bucket is launched as
 completed it, or the last action W if its weight gradients are deferred; always in one order, last units first, which is
 the order in which cool-down completes them.
 
-A launched sum can block what this rank sends later. So a sum is launched early only if its other holders cannot be
-waiting for those sends. Before the last gradients are sent to the previous stage that is so: over other pipelines, such
-a sum waits at most for later units, and only later units' stages come before. It is not so for a tied weight that
-several stages of one pipeline have, nor on a rank with several stages, whose last backward is not that of its last
-units: such sums are launched after the rank's last message, those of tied weights as the last ones on all ranks.
+A launched sum can block what this rank sends later. So a sum is launched early, before the step's last gradients are
+sent to the previous stage, only if no other holder waits for these before it joins the sum:
+
+- A sum of several pipelines' copies is launched early. A holder in another pipeline joins as soon as its own backward
+  has passed the unit, for which it waits for later stages only; what this rank still sends goes to an earlier stage.
+- A tied weight that several stages of one pipeline hold is summed last on all ranks, after a rank's last message: the
+  earlier of these stages joins only after it has received what this rank sends.
+- On a rank with several stages all sums are launched after its last message: its last backward is not that of its last
+  units.
 
 Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then."""
 
@@ -28,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.comm.gloo import ALL_IN_TREES, wait_for_all
+from penstock.runtime.comm.gloo import MOST_FULLY_CONNECTED, wait_for_all
 from penstock.runtime.context import RankContext
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.weight_gradients import knows_deferral
@@ -286,12 +290,12 @@ class Bucket:
                 parameter.grad = view if rank in self.keepers else None
         sources.clear()  # makes room
         on_cpu = flat.device.type == "cpu"
-        alone = len(self.keepers) == 1 and (not on_cpu or len(self.ranks) <= ALL_IN_TREES)
-        owner = self.ranks.index(self.keepers[0]) if alone else None
+        to_one_keeper = len(self.keepers) == 1 and (not on_cpu or len(self.ranks) <= MOST_FULLY_CONNECTED)
+        target = self.ranks.index(self.keepers[0]) if to_one_keeper else None
         for tensor in (flat, presence) if self.in_place else (flat,):
             # The sum of complex numbers is that of their parts; no backend has a sum of its own for them.
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            self.works.append(group.allreduce([real]) if owner is None else group.reduce(real, owner))
+            self.works.append(group.allreduce([real]) if target is None else group.reduce(real, target))
         if on_cpu:
             self.works[0].get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
