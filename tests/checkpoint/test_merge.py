@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock.checkpoint.file_specs import SaveOptions, SavingRank
-from penstock.checkpoint.folders import ModelFolder
+from penstock.checkpoint.formats import ModelFormat
 from tests.support.checkpoint_ranks import assert_holds, gpt2, raised, save, scramble, split_copies
 from tests.support.families import FAMILIES
 
@@ -75,7 +75,7 @@ def test_shards_and_index_are_those_of_save_pretrained(tmp_path) -> None:
 def test_no_rank_gathers_more_than_a_shard(family: str, tmp_path) -> None:
     models = split_copies(build(family), 4)
     limit = 60_000
-    folders = [ModelFolder(model, SaveOptions(max_shard_size=limit)) for model in models]
+    folders = [ModelFormat(model, SaveOptions(max_shard_size=limit)) for model in models]
     reports = [folder.report(SavingRank(rank, 4), str(tmp_path)) for rank, folder in enumerate(folders)]
     files = folders[0].plan(reports, 0)
     assert len(files) > 4

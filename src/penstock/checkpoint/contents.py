@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from penstock.checkpoint.file_specs import CheckpointRanks, HeldTensor, SaveOptions, SavingRank, SavingReport
 from penstock.checkpoint.files import flush_file, write_bytes
-from penstock.checkpoint.folders import ModelFolder
+from penstock.checkpoint.formats import ModelFormat
 from penstock.checkpoint.load import match, saved_sources
 from penstock.checkpoint.manifest import (
     MODEL,
@@ -270,13 +270,13 @@ def merge_checkpoint(
             advice = "One with adapters is merged by merge_and_unload() in its run"
             raise CheckpointError(f"{error}. The model is what its config.json says. {advice}") from None
     options = SaveOptions(safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-    folder = _MergedFolder(model, options, path, reader, sources)
-    Save(folder, directory, CheckpointRanks()).run()
-    return folder.files
+    save_format = _MergedFormat(model, options, path, reader, sources)
+    Save(save_format, directory, CheckpointRanks()).run()
+    return save_format.files
 
 
 @dataclass
-class _MergedFolder(ModelFolder):
+class _MergedFormat(ModelFormat):
     """What `save_pretrained` would write, of the files of a parallel checkpoint."""
 
     source: str

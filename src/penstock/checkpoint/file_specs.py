@@ -1,7 +1,7 @@
 """What a save consists of: files, each of tensors from the ranks that hold them, written by one rank; and what
 `save_pretrained`'s arguments mean for it.
 
-A kind of save is a `Folder`: it says what this rank holds, which files there will be, and how one of them is written.
+A `SaveFormat` says what this rank holds, which files there will be, and how one of them is written.
 `save.Save` does the rest, alike for all kinds but for what a method of the model's own class writes
 (`model_methods.save_by_own_method`).
 """
@@ -139,8 +139,9 @@ Content = dict[str, torch.Tensor] | bytes
 
 
 @dataclass
-class Folder:
-    """A kind of save. `given`: what this rank holds, by name. `sides`: names of the small files beside the weights."""
+class SaveFormat:
+    """What a save writes, and into which files. `given`: what this rank holds, by name. `sides`: names of the small
+    files beside the weights."""
 
     model: nn.Module
     options: SaveOptions
@@ -215,7 +216,10 @@ def tell_reports(
 
 
 def each_file(
-    folder: Folder, reports: Sequence[SavingReport], ranks: CheckpointRanks, do: Callable[[FileSpec, Content], object]
+    save_format: SaveFormat,
+    reports: Sequence[SavingReport],
+    ranks: CheckpointRanks,
+    do: Callable[[FileSpec, Content], object],
 ) -> None:
     """Gather the content of each planned file on the rank that writes it, one at a time, and call `do` with it there.
 
@@ -233,14 +237,14 @@ def each_file(
     def write(file: FileSpec, gathered: dict[str, torch.Tensor]) -> None:
         do(file, {**file.own, **gathered} if file.data is None else file.data())
 
-    for file in folder.plan(reports, ranks.rank):
+    for file in save_format.plan(reports, ranks.rank):
         gathered: dict[str, torch.Tensor] = {}
         for name, source in file.inputs.items():
             parts: list[torch.Tensor] = []
             for rank in source.ranks:
                 if ranks.rank not in (rank, file.writer):
                     continue
-                tensor = attempt(folder.get, name) if ranks.rank == rank else None
+                tensor = attempt(save_format.get, name) if ranks.rank == rank else None
                 parts.append(source.empty() if tensor is None else tensor)
                 if ranks.rank != file.writer:
                     ranks.send(parts[-1], file.writer, f"giving {name} for {file.name}")

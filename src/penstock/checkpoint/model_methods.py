@@ -21,7 +21,7 @@ from penstock.checkpoint.file_specs import (
     CheckpointRanks,
     Content,
     FileSpec,
-    Folder,
+    SaveFormat,
     SaveOptions,
     SavingRank,
     SavingReport,
@@ -31,7 +31,7 @@ from penstock.checkpoint.file_specs import (
     tell_reports,
     writers_of,
 )
-from penstock.checkpoint.folders import TRAINING_VARIANT, AdapterFolder, ParallelFolder
+from penstock.checkpoint.formats import TRAINING_VARIANT, AdapterFormat, ParallelFormat
 from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
 from penstock.checkpoint.model_state import parts_of_state
 from penstock.checkpoint.save import Save, save_parallelized
@@ -81,7 +81,7 @@ def save_one_adapter(model: Any, directory: str | os.PathLike[str], name: str, s
     """See `PipelineModel.save_adapter`."""
     ranks = checkpoint_ranks(model.pipeline)
     with model.pipeline.saving(Call.SAVE_ADAPTER):
-        Save(AdapterFolder(model, SaveOptions(), name, select, write), directory, ranks).run()
+        Save(AdapterFormat(model, SaveOptions(), name, select, write), directory, ranks).run()
 
 
 def _save_injected(
@@ -173,7 +173,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return returned[0] if returned else None
 
 
-class _WholeModel(Folder):
+class _WholeModel(SaveFormat):
     """What the leader lacks of the model, as if it were one file."""
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
@@ -262,7 +262,7 @@ def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra, run=progress_of(pipeline))
     with pipeline.saving(Call.SAVE_OPTIMIZER):
-        files = ParallelFolder(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
+        files = ParallelFormat(pipeline.split.model, SaveOptions(variant=TRAINING_VARIANT), state, with_model=False)
         Save(files, folder, ranks).run()
 
 

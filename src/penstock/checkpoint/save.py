@@ -1,7 +1,7 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-All that Penstock writes into a folder goes one sequence over a plan of files (see `Folder.plan`): `Save`. What a
-method of the model's own class writes is a plan, too, but no folder: see `model_methods.save_by_own_method`.
+All that Penstock writes into a folder goes one sequence over a plan of files (see `SaveFormat.plan`): `Save`. What a
+method of the model's own class writes is gathered by such a plan, too: see `model_methods.save_by_own_method`.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
 which end when a rank is lost or the program destroys its groups. So each marks in the staging folder, which all ranks
@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from penstock.checkpoint.file_specs import (
     CheckpointRanks,
     Content,
     FileSpec,
-    Folder,
+    SaveFormat,
     SaveOptions,
     SavingRank,
     SavingReport,
@@ -40,7 +40,7 @@ from penstock.checkpoint.file_specs import (
     writers_of,
 )
 from penstock.checkpoint.files import BackgroundWork, write_bytes, writing
-from penstock.checkpoint.folders import ModelFolder, ParallelFolder
+from penstock.checkpoint.formats import ModelFormat, ParallelFormat
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.staging import commit, discard, prepare
 from penstock.checkpoint.tensors import once_for_tied
@@ -70,8 +70,8 @@ def save_parallelized(
     refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
         raise ValueError("a merged checkpoint has no place for training_state; save it without merge_checkpoints")
-    folder = ModelFolder(model, options) if merge_checkpoints else ParallelFolder(model, options, training_state)
-    Save(folder, save_directory, world_comm).run()
+    save_format = ModelFormat(model, options) if merge_checkpoints else ParallelFormat(model, options, training_state)
+    Save(save_format, save_directory, world_comm).run()
 
 
 def save_run_state(
@@ -87,8 +87,8 @@ def save_run_state(
     """Save the model and the training state in safetensors files, each weight and each state of it once. With `saver`
     return once everything is copied to its memory; every rank is to `finish` it, and `given_up` says why it can come to
     no end any more. `afterwards` is called on the rank that puts the files in place."""
-    folder = ParallelFolder(model, SaveOptions(safe_serialization=True), training_state, once=True)
-    save = Save(folder, save_directory, world_comm, afterwards)
+    save_format = ParallelFormat(model, SaveOptions(safe_serialization=True), training_state, once=True)
+    save = Save(save_format, save_directory, world_comm, afterwards)
     if saver is None:
         save.run()
     else:
@@ -102,23 +102,23 @@ class Save:
 
     def __init__(
         self,
-        folder: Folder,
+        save_format: SaveFormat,
         directory: str | os.PathLike[str],
         ranks: CheckpointRanks,
         afterwards: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._directory = folder, os.path.abspath(directory)
+        self._format, self._directory = save_format, os.path.abspath(directory)
         self._place, self._ranks, self._afterwards = ranks.place, ranks, afterwards
         self._made: list[str] = []  # folders that were not there before, on the leader
         self._intact = f"the checkpoint that was in {self._directory} before, if any, is intact"
 
     def run(self) -> None:
         with self._staged() as (path, reports):
-            for_each_file = partial(each_file, self._folder, reports, self._ranks)
-            written = self._together("writing the files", lambda: self._write(path, for_each_file), self._intact)
+            for_each_file = partial(each_file, self._format, reports, self._ranks)
+            entries = self._together("writing the files", lambda: self._write(path, for_each_file), self._intact)
             self._together(
                 "putting the files in place",
-                lambda: self._commit(path, written),
+                lambda: self._commit(path, entries),
                 f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
             )
 
@@ -131,7 +131,7 @@ class Save:
             copies.append((file, content if isinstance(content, bytes) else saver.copy(file.part, content)))
 
         with self._staged() as (path, reports):
-            work = partial(each_file, self._folder, reports, self._ranks, copy)
+            work = partial(each_file, self._format, reports, self._ranks, copy)
             self._together("copying to host memory", work, self._intact)
         marks = [done_name(reports[rank].place) for rank in writers_of(reports)]
         saver.start(self._directory, lambda: self._finish_alone(path, marks, copies, given_up))
@@ -146,8 +146,11 @@ class Save:
         if (own := done_name(self._place)) not in marks:
             return
         try:
-            mark_done(os.path.join(path, own), lambda: self._write(path, lambda write: [write(*one) for one in copies]))
-            self._commit(path, marked_done(path, marks, given_up))
+            mark_done(
+                os.path.join(path, own), lambda: self._write(path, lambda write: [write(*file) for file in copies])
+            )
+            if self._place.is_leader:
+                self._commit(path, wait_until_done(path, marks, given_up))
         except BaseException:
             # The others may still write, so what they leave behind is removed by the next save.
             self._discard(path)
@@ -161,7 +164,7 @@ class Save:
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save. If a rank raises, all do, and the folder is removed;
         if one is lost, others may still write there, and the next save removes it."""
-        own = [self._directory, *self._folder.must_agree]
+        own = [self._directory, *self._format.must_agree]
 
         def begin() -> tuple[Any, str | None]:
             if not self._place.is_leader:
@@ -176,10 +179,10 @@ class Save:
             for rank, (theirs, _) in enumerate(prepared):
                 if theirs != own:
                     raise CheckpointError(f"was asked for {own}, but rank {rank} for {theirs}")
-            found = self._folder.report(self._place, path)
-            if (self._place.is_writer or found.to_write) and not os.path.isdir(path):
+            own_report = self._format.report(self._place, path)
+            if (self._place.is_writer or own_report.to_write) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
-            return found
+            return own_report
 
         try:
             yield path, tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)
@@ -196,17 +199,18 @@ class Save:
         with BackgroundWork() as background:
 
             def write(file: FileSpec, content: Content) -> None:
-                entries[file.name] = self._folder.write(file, content, path, background)
+                entries[file.name] = self._format.write(file, content, path, background)
 
             for_each_file(write)
         return {name: entry for name, entry in entries.items() if entry is not None}
 
-    def _commit(self, path: str, written: Iterable[Entries]) -> None:
+    def _commit(self, path: str, entries_by_rank: Sequence[Entries]) -> None:
+        """On the leader: put the files in place that all ranks have written."""
         if not self._place.is_leader:
             return
-        said = {name: entry for entries in written for name, entry in entries.items()}
-        entries = typed(dict[str, FileEntry], said, f"what was written to {path}")
-        commit(self._directory, os.path.basename(path), self._folder.replacement(self._directory, path, entries))
+        entries_by_name = {name: entry for entries in entries_by_rank for name, entry in entries.items()}
+        files = typed(dict[str, FileEntry], entries_by_name, f"what was written to {path}")
+        commit(self._directory, os.path.basename(path), self._format.replacement(self._directory, path, files))
         self._afterwards()
 
 
@@ -311,22 +315,23 @@ def mark_done(path: str, write: Callable[[], Entries]) -> None:
         raise
 
 
-def marked_done(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> Iterator[Entries]:
-    """Wait for the files of these names, with which ranks mark that they are done, and give what each says.
+def wait_until_done(folder: str, names: Sequence[str], given_up: Callable[[], str | None]) -> list[Entries]:
+    """Wait for the files of these names, with which ranks mark that they are done; returns what they say.
 
     Raises CheckpointError if a rank could not write, or will not: `given_up` says why, or nothing happens any more.
     """
+    entries_by_rank: list[Entries] = []
     missing, since, seen = set(names), time.monotonic(), -1
     while True:
         for name in sorted(missing):
             path = os.path.join(folder, name)
             if os.path.exists(path):
                 missing.remove(name)
-                yield read_json(path)
+                entries_by_rank.append(read_json(path))
             elif os.path.exists(path + _FAILED):
                 raise CheckpointError(f"the rank that leaves {name} could not write; that rank raises why")
         if not missing:
-            return
+            return entries_by_rank
         if (reason := given_up()) is not None:
             raise CheckpointError(f"{', '.join(missing)} will not be written to {folder}: {reason}")
         size = _size_of(folder)

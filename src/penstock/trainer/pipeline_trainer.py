@@ -26,7 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from penstock.api.initialize import ConfigLike
 from penstock.api.plugin import HeterogeneousParallelPlugin
 from penstock.checkpoint.files import load_data
-from penstock.checkpoint.folders import TRAINING_VARIANT
+from penstock.checkpoint.formats import TRAINING_VARIANT
 from penstock.checkpoint.manifest import manifest_name
 from penstock.checkpoint.model_methods import load_optimizer_state, save_optimizer_state
 from penstock.checkpoint.training_state import restore_object

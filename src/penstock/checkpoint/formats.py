@@ -1,4 +1,4 @@
-"""The folders that a save makes, as plans of files: ordinary ones, as transformers and PEFT write them, whose files are
+"""The formats of saves, as plans of files: ordinary folders, as transformers and PEFT write them, whose files are
 assembled from the ranks of a pipeline; and parallel checkpoints, of files that each rank writes and their table of
 contents.
 
@@ -28,8 +28,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from penstock.checkpoint.file_specs import (
     Content,
     FileSpec,
-    Folder,
     HeldTensor,
+    SaveFormat,
     SavingRank,
     SavingReport,
     Source,
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class ModelFolder(Folder):
+class ModelFormat(SaveFormat):
     """The folder that `save_pretrained` writes for the unsplit model. `files`: names of the files of weights. `index`:
     says which of them holds which tensor; None if there is one. `metadata`: what a library that packs weights has to
     say of them in the files."""
@@ -214,7 +214,7 @@ State = Mapping[str, torch.Tensor]
 
 
 @dataclass
-class AdapterFolder(Folder):
+class AdapterFormat(SaveFormat):
     """The folder of one adapter of a model. `adapter`: its name. `select`: gives what the adapter's file holds, from
     the state of the whole model, also of meta tensors. `write_files`: writes the files into a folder, given those
     tensors of the model's state that `select` reads."""
@@ -271,7 +271,7 @@ _RANDOM = "random"
 
 
 @dataclass
-class ParallelFolder(Folder):
+class ParallelFormat(SaveFormat):
     """A parallel checkpoint. Each rank that writes has a file of its weights, and one of its optimizer's state. Ranks
     of other pipelines than the first write the part of that state that only they keep. `once`: the first rank that
     holds a tensor writes it, no other, and plain transformers finds the weights as well. The files of a tensor-parallel
