@@ -134,9 +134,10 @@ def test_what_is_neither_plain_nor_a_tensor_is_refused_by_name() -> None:
 
 def compare(values: Sequence[str]) -> str:
     ranks = world()
-    ranks.alike({"same": 1}, "comparing", lambda first, other, rank: "never said")
+    ranks.require_equal({"same": 1}, "comparing", lambda first, other, rank: "never said")
     with pytest.raises(ValueError, match=" here, ") as caught:
-        ranks.alike(values[ranks.rank], "comparing", lambda first, other, rank: f"{first} here, {other} on rank {rank}")
+        mine = values[ranks.rank]
+        ranks.require_equal(mine, "comparing", lambda first, other, rank: f"{first} here, {other} on rank {rank}")
     return str(caught.value)
 
 

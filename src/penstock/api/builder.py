@@ -1,7 +1,7 @@
 """How pipelines are formed, for `initialize`, `from_pretrained`, the plugin and elastic runs alike.
 
 What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines: `plan_and_build`.
-An elastic run plans by other means: it calls `agree`, when it is first, and `build`.
+An elastic run plans by other means: it calls `require_equal_models`, when it is first, and `build`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.nested import is_record, walkable
 from penstock.runtime.comm.devices import device_memory, local_device
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.failures.board import FailureBoard
-from penstock.runtime.formation import facts_of, parallelize, require_agreement, world_ranks
+from penstock.runtime.formation import facts_of, parallelize, require_equal_facts, world_ranks
 from penstock.runtime.gradients.weight_gradients import deferring_pays
 from penstock.runtime.migration import FillValues
 from penstock.runtime.options import EngineOptions
@@ -100,7 +100,7 @@ def plan_and_build(
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
     """
-    agree(model, facts, board)
+    require_equal_models(model, facts, board)
     ranks = world_ranks(board)
     units_and_costs = _find(model, units, ranks, loss_in_chunks)
     planned = plan(units_and_costs, ranks)
@@ -113,9 +113,9 @@ def plan_and_build(
     return build(model, planned, board, configuration=configuration, criterion=criterion, functions=functions)
 
 
-def agree(model: nn.Module, facts: Mapping[str, Any], board: FailureBoard) -> None:
+def require_equal_models(model: nn.Module, facts: Mapping[str, Any], board: FailureBoard) -> None:
     """Raise ValueError on every rank if the ranks were given different models, or other `facts` differ."""
-    require_agreement({**facts_of(mark_packed(model)), **facts}, board)
+    require_equal_facts({**facts_of(mark_packed(model)), **facts}, board)
 
 
 def build(
@@ -166,7 +166,7 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
 
     by_rank = ranks.together("finding the model's units and their costs", find)
     names, functions = kept[0]
-    ranks.alike(names, "comparing units", lambda first, theirs, rank: _different_units(model, first, theirs, rank))
+    ranks.require_equal(names, "comparing units", partial(_different_units, model))
     limits = [limit for _, limit in by_rank if limit is not None]
     return UnitsAndCosts(names, by_rank[0][0], min(limits, default=None), functions)
 

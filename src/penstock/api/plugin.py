@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from penstock.api.builder import (
     LayoutPlan,
     UnitsAndCosts,
-    agree,
     build,
     check_whole_model,
     plan_and_build,
+    require_equal_models,
     resolved_schedule,
 )
 from penstock.config.elastic import Elastic
@@ -148,9 +148,9 @@ class HeterogeneousParallelPlugin:
         # pipelines.
         self.run: ElasticRun | None = None
         self._loaders: weakref.WeakSet[HeterogeneousDataLoader] = weakref.WeakSet()
-        # For those who drive an elastic run, such as a Trainer: what else all its processes must have been given alike,
+        # For those who drive an elastic run, such as a Trainer: what else must be equal in all its processes,
         # by name; and what is told this process's rank and the number of ranks, whenever they change.
-        self.also_alike: dict[str, Any] = {}
+        self.more_facts: dict[str, Any] = {}
         self.on_place: Callable[[int, int], None] = lambda rank, world_size: None
         self._placed: PlacedPipelines[PipelineTemplate] | None = None
         self._description: LayoutDescription | None = None
@@ -439,7 +439,7 @@ class HeterogeneousParallelPlugin:
                 self.settings.time_limit, generations.on_board, "configure()", self.settings.patience
             ) as board:
                 if now.is_first:
-                    agree(model, facts, board)
+                    require_equal_models(model, facts, board)
                 fill_values = None if now.is_first else states.values(now)
                 self._model = made = build(model, planned, board, criterion=criterion, fill_values=fill_values)
             if self.settings.sharded_optimizer == 1 and now.members[0] == generations.member:
@@ -489,7 +489,7 @@ class HeterogeneousParallelPlugin:
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         if self.settings.elastic is not None:
-            return self.settings.facts() | self.also_alike
+            return self.settings.facts() | self.more_facts
         return self.settings.facts() | {
             "the plugin's pipelines": self.pipelines,
             "the plugin's num_microbatches": self.num_microbatches,

@@ -78,7 +78,7 @@ class Report:
             return "\n".join([*lines, wrapped(told)])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
         lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {self.samples}"]
-        groups = self._alike()
+        groups = self._in_groups()
         names = [compact([unit.name for unit in units]) for units, _ in groups]
         width = max(map(len, names))
         kinds = max(len(unit.kind) for unit in self.units)
@@ -94,17 +94,17 @@ class Report:
             lines.append(wrapped(f"on every stage: {', '.join(self.everywhere)}"))
         return "\n".join([*lines, wrapped(f"not looked at: {NOT_LOOKED_AT}")])
 
-    def _alike(self) -> list[tuple[list[UnitReport], str]]:
+    def _in_groups(self) -> list[tuple[list[UnitReport], str]]:
         """Units, equal ones in a list together, and what crosses after each: with N for the number of several."""
         groups: list[tuple[list[UnitReport], str, str]] = []
         for unit, boundary in zip(self.units, [*self.boundaries, None], strict=True):
             below = "" if boundary is None else boundary.in_words()
-            alike = re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", below)
-            if groups and groups[-1][1] == alike and _follows(groups[-1][0][-1], unit):
+            numbered = re.sub(rf"{re.escape(unit.name)}(?![\w.])", unit.name.rpartition(".")[0] + ".N", below)
+            if groups and groups[-1][1] == numbered and _follows(groups[-1][0][-1], unit):
                 groups[-1][0].append(unit)
             else:
-                groups.append(([unit], alike, below))
-        return [(units, alike if len(units) > 1 else below) for units, alike, below in groups]
+                groups.append(([unit], numbered, below))
+        return [(units, numbered if len(units) > 1 else below) for units, numbered, below in groups]
 
 
 def _follows(unit: UnitReport, after: UnitReport) -> bool:

@@ -154,7 +154,7 @@ class SaveFormat:
         return of_diffusers(type(self.model))
 
     @property
-    def must_agree(self) -> list[Any]:
+    def must_be_equal(self) -> list[Any]:
         """What must be the same on all ranks."""
         return [type(self).__name__, self.options.safe_serialization, self.options.variant]
 

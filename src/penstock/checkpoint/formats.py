@@ -225,8 +225,8 @@ class AdapterFormat(SaveFormat):
     write_files: Callable[[str, State], None]
 
     @property
-    def must_agree(self) -> list[Any]:
-        return [*super().must_agree, self.adapter]
+    def must_be_equal(self) -> list[Any]:
+        return [*super().must_be_equal, self.adapter]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         report = super().report(place, folder)
@@ -287,8 +287,8 @@ class ParallelFormat(SaveFormat):
     _optimizer: OptimizerState = field(default_factory=OptimizerState, init=False)
 
     @property
-    def must_agree(self) -> list[Any]:
-        return [*super().must_agree, self.training_state is not None]
+    def must_be_equal(self) -> list[Any]:
+        return [*super().must_be_equal, self.training_state is not None]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         self._place, holdings = place, dict[str, HeldTensor]()

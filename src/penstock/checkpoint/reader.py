@@ -89,12 +89,12 @@ class CheckpointReader:
     def read(self, name: str, sharding: Resharding) -> torch.Tensor:
         """A tensor as this rank holds it. It may be backed by a file: copy it, and do not keep it."""
         tensors = [self._read(self._shard(name, rank)) for rank in self._files(sharding)]
-        if self._alike(sharding):
+        if self._holds_one_file(sharding):
             return tensors[0]
         whole = tensors[0] if sharding.saved is None else sharding.saved.join(tensors)
         return whole if sharding.wanted is None else sharding.wanted.take(whole, *self._place)
 
-    def _alike(self, sharding: Resharding) -> bool:
+    def _holds_one_file(self, sharding: Resharding) -> bool:
         """Whether this rank holds what one file does."""
         return sharding.saved == sharding.wanted and (sharding.saved is None or self._place[1] == self._saved_size)
 
@@ -102,7 +102,7 @@ class CheckpointReader:
         """The saving run's tensor-parallel ranks whose files a tensor is read from."""
         if sharding.saved is None:
             return (0,)
-        return (self._place[0],) if self._alike(sharding) else range(self._saved_size)
+        return (self._place[0],) if self._holds_one_file(sharding) else range(self._saved_size)
 
     def _shard(self, name: str, rank: int) -> Location:
         """Where a tensor-parallel rank's shard is, which must be like the first rank's."""

@@ -164,7 +164,7 @@ class Save:
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save. If a rank raises, all do, and the folder is removed;
         if one is lost, others may still write there, and the next save removes it."""
-        own = [self._directory, *self._format.must_agree]
+        own = [self._directory, *self._format.must_be_equal]
 
         def begin() -> tuple[Any, str | None]:
             if not self._place.is_leader:

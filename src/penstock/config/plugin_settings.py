@@ -18,8 +18,8 @@ from penstock.schedule.registry import AUTO
 from penstock.sharded_optimizer.updates import owner_choice_for
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What all ranks must have been given alike, by name. With elastic= also `schedule`, see `facts`.
-_ALIKE = (
+# What must be equal on all ranks, by name. With elastic= also `schedule`, see `facts`.
+_EQUAL_ON_ALL_RANKS = (
     "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
     "context_parallel_size",
 )  # fmt: skip
@@ -86,5 +86,5 @@ class PluginSettings:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks, whatever the pipelines are, by name."""
-        names = _ALIKE if self.elastic is None else (*_ALIKE, "schedule")
+        names = _EQUAL_ON_ALL_RANKS if self.elastic is None else (*_EQUAL_ON_ALL_RANKS, "schedule")
         return {f"the plugin's {name}": getattr(self, name) for name in names}

@@ -84,9 +84,9 @@ def batch_size_of(
 ) -> int:
     """The number of samples in a batch of model inputs, read from the main input: `main_input_name` (a model's
     attribute of this name), else the first of `MAIN_INPUTS`, else the first tensor, at last of those inside other
-    inputs. Every other input that by its name has a row per sample (labels, masks, ids), or by `dims`, must agree,
-    except for `media`. Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample, or two
-    batch sizes."""
+    inputs. Every other input that by its name has a row per sample (labels, masks, ids), or by `dims`, must have as
+    many, except for `media`. Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample,
+    or two batch sizes."""
     if not isinstance(inputs, Mapping):
         raise TypeError(f"A batch must be a mapping from input names to tensors, but is a {type(inputs).__name__}.")
     given = {name: value for name, value in inputs.items() if name not in media}

@@ -371,7 +371,7 @@ def form_world(
     """Make a new default process group of torch's, in place of the present one, with the ranks that meet in `store`;
     `on_board` is given the board on which failures of their meeting are."""
     leave_world()
-    # The counter by which torch names groups must agree on all ranks; an attempt that failed has advanced it.
+    # The counter by which torch names groups must be equal on all ranks; an attempt that failed has advanced it.
     dist.distributed_c10d._world.group_count = 0
     use_local_device()
     atexit.unregister(bootstrap.leave_in_order)

@@ -19,8 +19,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from penstock.generation.decoding import Decoding
 from penstock.random_state import generators_of
 
-# Criteria that depend only on the tokens, and so agree on every rank.
-AGREEING_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+# Criteria that depend only on the tokens, and so are equal on every rank.
+CRITERIA_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class TokenChoice:
@@ -62,7 +62,7 @@ class TokenChoice:
 
         def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             criteria = original(*args, **kwargs)
-            own = any(type(criterion) not in AGREEING_CRITERIA for criterion in criteria)
+            own = any(type(criterion) not in CRITERIA_OF_TOKENS for criterion in criteria)
             if self._watched and len(decoding.ranks) > 1:  # otherwise all ranks have the same
                 own = any(rank[0] for rank in decoding.gather([own]))
             if own:

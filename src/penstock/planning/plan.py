@@ -101,7 +101,7 @@ class Plan:
         return ", ".join(dict.fromkeys(names or [pipeline.schedule.name for pipeline in self.pipelines]))
 
     @property
-    def is_alike(self) -> bool:
+    def has_equal_pipelines(self) -> bool:
         """Whether all pipelines have the same stages and as many microbatches, as `initialize` makes them."""
         first = self.pipelines[0]
         return all(

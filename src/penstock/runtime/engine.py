@@ -69,8 +69,8 @@ from penstock.schedule.actions import check_trains
 DEFAULT_MICROBATCHES_PER_RANK = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
-# Calls whose numbers all ranks should have alike.
-ALIKE = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE, Call.DECIDE})
+# Calls whose numbers should be equal on all ranks.
+WITH_EQUAL_NUMBERS = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE, Call.DECIDE})
 # What of an engine is for users of `model.pipeline`.
 FOR_USERS = ["close", "device", "grad_norm", "last_step", "layout", "place", "rank", "step_number", "trace"]
 FOR_USERS += ["trace_steps", "weight_gradients"]
@@ -340,8 +340,8 @@ class Engine:
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of `among` do together: it begins on all of them or on none, and no signal tears it.
-        Gives what the ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of `ALIKE`
-        found them alike. `batch` tells of this rank's batch."""
+        Gives what the ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of
+        `WITH_EQUAL_NUMBERS` found them equal. `batch` tells of this rank's batch."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:
@@ -362,15 +362,15 @@ class Engine:
         if isinstance(settings, Settings):
             assert batch is not None
             return self.parts.compare(begin(call, settings, among, self.parts.shared(settings)).wait(), batch)
-        shared = settings if call in ALIKE else ()
+        shared = settings if call in WITH_EQUAL_NUMBERS else ()
         answers = begin(call, settings, among, lambda gathered: Shared(shared)).wait()
-        return answers.pipeline if not settings or (shared and answers.alike) else answers.everyone()
+        return answers.pipeline if not settings or (shared and answers.equal) else answers.everyone()
 
     @contextlib.contextmanager
     def saving(self, call: Call) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
         else the copies of a tied weight."""
-        with self.together(call, [self.parts.updates.state(), self.parts.copies.agreement_term()]) as gathered:
+        with self.together(call, [self.parts.updates.state(), self.parts.copies.equality_term()]) as gathered:
             words = mixed_update({rank: facts[0] for rank, facts in gathered.items()})
             if words is None and sum(facts[1] for facts in gathered.values()) % MODULUS:
                 words = self.parts.copies.reconcile()
@@ -411,8 +411,8 @@ class Engine:
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
         mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]
-        agreement = sum(one.agreement_term(self.rank, one.keepers) for one in mine) % MODULUS
-        with self._norms(Call.CLIP, norm_type, agreement=agreement):
+        equality = sum(one.equality_term(self.rank, one.keepers) for one in mine) % MODULUS
+        with self._norms(Call.CLIP, norm_type, equality=equality):
             return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
     def held_of(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
@@ -441,8 +441,8 @@ class Engine:
         return microbatches_of(inputs, self._main_input_name, wanted, size, default, self.media, dims)
 
     @contextlib.contextmanager
-    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, agreement: int = 0) -> Iterator[None]:
-        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), agreement]) as gathered:
+    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, equality: int = 0) -> Iterator[None]:
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), equality]) as gathered:
             if sum(facts[2] for facts in gathered.values()) % MODULUS:
                 shared = [one.name for one in self.held if len(one.ranks) > 1]
                 raise SettingsMismatch(

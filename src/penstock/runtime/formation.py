@@ -116,7 +116,7 @@ def connect_ranks(
 ) -> None:
     """Meet the other ranks of `layout`, make groups and `Parts`, `fill` in the weights, and share random numbers."""
     split, device = engine.split, engine.device
-    require_layout(layout, board)
+    require_equal_layouts(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses before anything is made
     held, shared = holders_of(split, layout)
     rank, timeout = dist.get_rank(), engine.options.timeout
@@ -150,11 +150,11 @@ def connect_ranks(
             adopt_random_state(continuing, groups.world_control, device)
 
 
-# -- what the ranks agree on before their first step -------------------------------------------------------------------
+# -- what the ranks compare, and agree on, before their first step -----------------------------------------------------
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """What tells two models apart, other than where they were loaded from and the weights; for `require_agreement`."""
+    """What tells two models apart, other than where they come from and their weights; see `require_equal_facts`."""
     config = configuration_of(model)
     settings = {} if config is None else config.to_dict()
     facts = {f"the model's config.{name}": value for name, value in settings.items() if name != "_name_or_path"}
@@ -235,7 +235,7 @@ def world_ranks(board: FailureBoard) -> Ranks:
     return Ranks(world, guard)
 
 
-def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "models or configurations") -> None:
+def require_equal_facts(facts: Mapping[str, Any], board: FailureBoard, of: str = "models or configurations") -> None:
     """Compare what every rank of the world was given, by name. Raises ValueError, on every rank, that quotes what
     differs."""
     texts = {name: _as_text(value) for name, value in facts.items()}
@@ -254,18 +254,18 @@ def require_agreement(facts: Mapping[str, Any], board: FailureBoard, of: str = "
         )
 
 
-def require_layout(layout: Layout, board: FailureBoard) -> None:
+def require_equal_layouts(layout: Layout, board: FailureBoard) -> None:
     """Compare every rank's layout, before groups are made of it. Raises ValueError, on every rank, if they differ."""
     facts: dict[str, Any] = {"the number of pipelines": len(layout.pipelines)}
     for index, pipeline in enumerate(layout.pipelines):
         facts[f"pipeline {index}'s split into units of each stage"] = [len(stage) for stage in pipeline.stages]
         facts[f"pipeline {index}'s order of ranks that hold its stages"] = tuple(pipeline.stage_to_rank)
         facts |= {f"unit {number} of pipeline {index}": unit for number, unit in enumerate(chain(*pipeline.stages))}
-    require_agreement(facts, board, "layouts")
+    require_equal_facts(facts, board, "layouts")
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
-    """The same for all processes whose facts `require_agreement` finds alike."""
+    """The same for all processes whose facts are equal to `require_equal_facts`."""
     return hashlib.sha256(_as_text(facts).encode()).hexdigest()
 
 

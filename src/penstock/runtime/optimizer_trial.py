@@ -25,7 +25,7 @@ from penstock.random_state import all_restored, generators_in_use
 # Some optimizers begin to update in the second step.
 NUM_STEPS = 3
 SIZE = 4
-# Two updates that are not this much alike, relative to the larger one, are two. Some compute in half precision.
+# Two updates that differ by more than this, relative to the larger one, are not equal. Some compute in half precision.
 TOLERANCE = 0.03
 # Of what a group holds, what is no option of its optimizer.
 _ADDED = ("params", "param_names", "initial_lr")
@@ -70,11 +70,11 @@ def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.de
         return Dependence.PARAMETERS
     except Exception:  # whatever a class of the user's raises that cannot be made like this
         return Dependence.NOTHING
-    if not _alike(alone, again):  # it draws random numbers
+    if not _nearly_equal(alone, again):  # it draws random numbers
         return Dependence.NOTHING
-    if not _alike(alone, together):
+    if not _nearly_equal(alone, together):
         return Dependence.PARAMETERS
-    return Dependence.NOTHING if _alike(alone, rows) and _alike(alone, columns) else Dependence.MATRIX
+    return Dependence.NOTHING if _nearly_equal(alone, rows) and _nearly_equal(alone, columns) else Dependence.MATRIX
 
 
 def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -156,5 +156,5 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in _ADDED}
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).abs().max() <= TOLERANCE * torch.maximum(one.abs().max(), other.abs().max()))

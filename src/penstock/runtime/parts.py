@@ -186,7 +186,7 @@ class Parts:
             int(reduces_gradients),
             *self._frozen.numbers(
                 self.updates.changed() if self._has_owners else (),
-                self.copies.agreement_term(training) + bool(self._strangers()),
+                self.copies.equality_term(training) + bool(self._strangers()),
             ),
         )
 
@@ -254,7 +254,7 @@ class Parts:
     def compare(self, answers: Answers, batch: BatchInWords) -> Mapping[int, Sequence[int]]:
         """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said. `batch` tells
         of this rank's, where batches differ."""
-        if answers.alike:
+        if answers.equal:
             return answers.pipeline
         context, gathered = self.context, answers.everyone()
         everyone = len(gathered) == context.layout.world_size

@@ -84,8 +84,8 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
 def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
     """Give all holders the weights that the optimizer has changed at their owners. All ranks call this together."""
     context, trained = engine.context, _trained(engine, optimizer)
-    agreement = sum(one.agreement_term(context.rank, one.ranks) for one in trained) % MODULUS
-    with engine.together(Call.SEND_UPDATES, [agreement, int(refused)]) as said:
+    equality = sum(one.equality_term(context.rank, one.ranks) for one in trained) % MODULUS
+    with engine.together(Call.SEND_UPDATES, [equality, int(refused)]) as said:
         if any(facts[1] for facts in said.values()):
             raise NotImplementedError(
                 f"{type(optimizer).__name__} changes weights, or makes state for them, where they have no gradient: "

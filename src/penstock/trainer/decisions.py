@@ -34,10 +34,10 @@ class CommonDecisions(CallbackHandler):  # type: ignore[misc]  # a library witho
     def call_event(self, event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         control = super().call_event(event, args, state, control, **kwargs)
         if event in EVENTS:
-            self.make_alike(control)
+            self.agree(control)
         return control
 
-    def make_alike(self, control: TrainerControl) -> None:
+    def agree(self, control: TrainerControl) -> None:
         """Set `control` to what rank 0 has. Every rank calls this."""
         mine = sum(getattr(control, name) << place for place, name in enumerate(FLAGS))
         by_rank = {rank: theirs[0] for rank, theirs in self._exchange([mine]).items()}

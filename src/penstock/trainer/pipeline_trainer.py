@@ -237,7 +237,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         super().log(*args, **kwargs)
         if self._logs_a_step:
             self._logs_a_step = False
-            self.callback_handler.make_alike(self.control)
+            self.callback_handler.agree(self.control)
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         """Whether this evaluation was the best by rank 0's metrics, also if another rank's differ."""

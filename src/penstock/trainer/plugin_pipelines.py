@@ -201,9 +201,9 @@ class PluginPipelines(Pipelines):
         if isinstance(trainer.model, PipelineModel):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
         self.plugin.on_place = self._take_place
-        alike = self.plugin.also_alike
-        alike["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
-        alike.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
+        facts = self.plugin.more_facts
+        facts["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+        facts.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
         self._take_over()

@@ -58,10 +58,10 @@ def inputs_without_samples(model: nn.Module, dims: BatchDims) -> dict[str, None]
     except Exception:  # whatever the model's code says of tensors without values
         return {}
     pairs = zip_longest(*both, fillvalue=("", [], []))
-    return odd if all(_alike(one, other) for one, other in pairs) else {}
+    return odd if all(_same_operation(one, other) for one, other in pairs) else {}
 
 
-def _alike(one: Operation, other: Operation) -> bool:
+def _same_operation(one: Operation, other: Operation) -> bool:
     """Whether two operations differ as they may with some samples and with twice as many."""
     if one[0] != other[0]:
         return False

@@ -94,7 +94,7 @@ class Ranks:
             return None
         return self.exchange(mine, doing)
 
-    def alike(self, mine: Plain, doing: str, words: Callable[[Plain, Plain, int], str]) -> None:
+    def require_equal(self, mine: Plain, doing: str, words: Callable[[Plain, Plain, int], str]) -> None:
         """Compare plain data over all ranks; see `differing`. Raises ValueError, the same on every rank, if a rank's is
         not the first rank's: what `words` say of both, and of whose the other is."""
         every = self.differing(mine, doing) or []

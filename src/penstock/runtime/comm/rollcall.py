@@ -1,6 +1,6 @@
 """The roll call: before ranks do something together, each says what it is about to do, and under which settings.
 
-It is one small gather on the CPU over the pipeline, and one small maximum over the world of what all must have alike,
+It is one small gather on the CPU over the pipeline, and one small maximum over the world of what must be equal on all,
 in both signs: its messages do not grow with the world. Pipelines that share their sequences take one over these first.
 Only where that differs, or a call asks for what each rank said, does everyone hear everyone. Ranks that do different
 things get an error which says who does what, and nothing is under way then: the pipeline stays usable.
@@ -111,7 +111,7 @@ class RollCall:
         self, call: Call, facts: Sequence[int] = (), among: Among = Among.ALL, shared: Summary | None = None
     ) -> PendingRollCall:
         """Say that this rank is about to make `call`, as others do; `facts` are numbers to hand to them, `shared` what
-        must be the same in their pipelines (see `Answers.alike`)."""
+        must be the same in their pipelines (see `Answers.equal`)."""
         assert len(facts) <= MAX_FACTS, f"{len(facts)} facts: raise MAX_FACTS"
         return PendingRollCall(self, call, [*facts, *[0] * (MAX_FACTS - len(facts))], self._beyond(among), shared)
 
@@ -154,11 +154,11 @@ class RollCallAnswer(NamedTuple):
 @dataclass
 class Answers:
     """What ranks said in a roll call, all of which made the same call. `pipeline`: the facts of this pipeline's ranks,
-    by global rank. `alike`: whether it is known that what must be the same in all pipelines is, and that nothing is
+    by global rank. `equal`: whether it is known that what must be the same in all pipelines is, and that nothing is
     wrong. `everyone`: gives the facts of all ranks that were asked; all of them call it, or none."""
 
     pipeline: Mapping[int, Sequence[int]]
-    alike: bool
+    equal: bool
     everyone: Callable[[], Mapping[int, Sequence[int]]]
 
 
@@ -186,17 +186,17 @@ class PendingRollCall:
             gathered = self._me()
             if self._own is not None:
                 gathered, self._gathering = self._gathered(self._own, self._gathering or self._gather(self._own)), None
-            agreed, alike, unlike = _agreed(gathered), bool(self._beyond), None
+            same_call, equal, unlike = _same_call(gathered), bool(self._beyond), None
             given_up = any(theirs.given_up for theirs in gathered.values())
-            for number in self._beyond if agreed else ():
-                under_way, self._comparing = self._comparing or self._maximum(number, gathered, not alike), None
-                agreed, given_up, same = self._compared(number, under_way)
-                alike = alike and same
-                if not agreed:
+            for number in self._beyond if same_call else ():
+                under_way, self._comparing = self._comparing or self._maximum(number, gathered, not equal), None
+                same_call, given_up, same = self._compared(number, under_way)
+                equal = equal and same
+                if not same_call:
                     unlike = number
                     break
-            if agreed:
-                return Answers(_facts(gathered), alike, partial(self._ask_all, gathered))
+            if same_call:
+                return Answers(_facts(gathered), equal, partial(self._ask_all, gathered))
             # Nothing is under way, so a signal may end this call here.
             self._roll_call.interrupts.deliver()
             if given_up:
@@ -234,7 +234,7 @@ class PendingRollCall:
     def _maximum(
         self, number: int, gathered: Mapping[int, RollCallAnswer], wrong: bool = False
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Over a group's pipelines, of what the ranks of this one said: the call and what must be alike, in both signs.
+        """Over a group's pipelines, of what the ranks of this one said: the call and what must be equal, in both signs.
         `wrong`: whether pipelines that take the same batch differ."""
         group = self._roll_call.alive(number)
         shared = Shared() if self._shared is None else self._shared(_facts(gathered))
@@ -247,12 +247,12 @@ class PendingRollCall:
             return group.allreduce([most], dist.ReduceOp.MAX), most
 
     def _compared(self, number: int, under_way: tuple[dist.Work, torch.Tensor]) -> tuple[bool, bool, bool]:
-        """Whether all make the same call, whether a rank has given up, and whether all that must be alike is."""
+        """Whether all make the same call, whether a rank has given up, and whether all that must be equal is."""
         work, most = under_way
         self._finish(number, work)
         *both, given_up, wrong = most.tolist()
-        alike = [high == -low for high, low in zip(both[: MAX_SHARED + 1], both[MAX_SHARED + 1 :], strict=True)]
-        return alike[0], bool(given_up), all(alike) and not wrong
+        equal = [high == -low for high, low in zip(both[: MAX_SHARED + 1], both[MAX_SHARED + 1 :], strict=True)]
+        return equal[0], bool(given_up), all(equal) and not wrong
 
     def _finish(self, number: int, work: dist.Work) -> None:
         board = self._roll_call.board
@@ -287,7 +287,7 @@ def _facts(gathered: Mapping[int, RollCallAnswer]) -> dict[int, list[int]]:
     return {rank: theirs.facts for rank, theirs in gathered.items()}
 
 
-def _agreed(gathered: Mapping[int, RollCallAnswer]) -> bool:
+def _same_call(gathered: Mapping[int, RollCallAnswer]) -> bool:
     return len({theirs.call for theirs in gathered.values()}) == 1
 
 

@@ -262,7 +262,7 @@ class FrozenParameters:
             holders = [rank for rank in one.ranks if rank in pipeline]
             first = next(rank for rank in holders if rank in shard)
             self._said.append((
-                one.agreement_term(context.rank, tuple(holders)),
+                one.equality_term(context.rank, tuple(holders)),
                 one.digest * (first == context.rank),
             ))  # fmt: skip
         own = {id(parameter): name for name, parameter in model.named_parameters()}

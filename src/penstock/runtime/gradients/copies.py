@@ -37,20 +37,20 @@ class TiedCopies:
         self._holders = [tuple(rank for rank in one.ranks if rank in pipeline) for one in self._tied]
         self._context, self._names = context, names
         self._versions: list[int] = []
-        self._agreement_term = 0
+        self._equality_term = 0
 
-    def agreement_term(self, training: bool = False) -> int:
+    def equality_term(self, training: bool = False) -> int:
         """What this rank says of its copies: the sum over a pipeline is zero if all of them are the same. With
         `training` the host does not wait for an accelerator: the copies there count as the same."""
         if training and self._context.device.type != "cpu":
             return 0
         versions, rank = [one.parameter._version for one in self._tied], self._context.rank
         if versions != self._versions:
-            terms = [one.agreement_term(rank, among) for one, among in zip(self._tied, self._holders, strict=True)]
+            terms = [one.equality_term(rank, among) for one, among in zip(self._tied, self._holders, strict=True)]
             sums = [_checksum(one.parameter) for one in self._tied]
-            self._agreement_term = sum(term * checksum for term, checksum in zip(terms, sums, strict=True)) % MODULUS
+            self._equality_term = sum(term * checksum for term, checksum in zip(terms, sums, strict=True)) % MODULUS
             self._versions = versions
-        return self._agreement_term
+        return self._equality_term
 
     @torch.no_grad()
     def reconcile(self, adopt: bool = False) -> str | None:

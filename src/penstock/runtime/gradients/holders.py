@@ -45,7 +45,7 @@ class HeldParameter:
     def digest(self) -> int:
         return zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15
 
-    def agreement_term(self, rank: int, among: tuple[int, ...]) -> int:
+    def equality_term(self, rank: int, among: tuple[int, ...]) -> int:
         """What `rank` adds if it has done something with it. The sum is zero if all ranks `among` have, or none."""
         return self.digest * (len(among) - 1 if among[0] == rank else -1)
 
