@@ -145,6 +145,48 @@ def test_every_formation_trains_on_as_the_unsplit_model(pool: Pool, family: str,
         assert held == gradients.keys()
 
 
+def draw_through_formations(formations: Sequence[Sequence[int]]) -> list[list[float]]:
+    """On a worker: some of torch's random numbers in each formation, of which each rank has had its own before."""
+    world = World()
+    model: Any = FAMILIES["gpt2"].build()
+    units, engine, drawn = list_units(model), None, []
+    torch.manual_seed(world.rank)
+    for generation, depths in enumerate(formations):
+        if engine is not None:
+            engine.dissolve()
+        if world.rank < sum(depths):
+            world.meet(generation, sum(depths))
+            layout = place(units, depths)
+            make_schedule = partial(build, "1f1b", depths[layout.place_of(world.rank).pipeline])
+            if engine is None:
+                fill_values = from_live_ranks() if generation else None
+                with new_job() as board:
+                    engine = parallelize(model, layout, make_schedule, board, OPTIONS, fill_values=fill_values)
+            else:
+                change_layout(engine, layout, make_schedule, fill_values=from_live_ranks())
+        drawn.append(torch.rand(2).tolist() if world.rank < sum(depths) else [])
+    assert engine is not None
+    engine.close()
+    dist.destroy_process_group()
+    return drawn
+
+
+def test_each_pipeline_goes_on_with_random_numbers_of_its_own(pool: Pool) -> None:
+    """One that is new has others; a rank that changes over has those of its new pipeline."""
+    formations = ((1, 1), (1, 1), (1, 2), (1, 1, 1), (2, 1))
+    first, second, third = pool.run(3, draw_through_formations, formations, init=False, timeout=60)
+
+    def plain(seed: int) -> list[list[float]]:
+        torch.manual_seed(seed)
+        return [torch.rand(2).tolist() for _ in formations]
+
+    assert first == plain(0)
+    own = plain(1)
+    assert second == [*own[:4], first[4]]
+    assert third[:3] == [[], [], own[2]] and third[4] == own[4]
+    assert third[3] not in [*first, *own]
+
+
 def reform_often(times: int) -> list[tuple[int, int, int, int]]:
     """On a worker: re-form again and again; how many threads, files, hooks and boards there are after each."""
     world = World()

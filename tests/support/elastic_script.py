@@ -145,14 +145,14 @@ def main(store: str, folder: str, steps: int, start: int, *orders: str) -> None:
         if plugin.run is not None:
             form = plugin.run.on_layout
             plugin.run.on_layout = lambda new: (here("forming"), here(f"forming {new.number}"), form(new))[-1]
-            adopt = formation.adopt_random_state  # it follows the move
+            share = formation.share_random_state  # it follows the move
 
             def moved(*given: Any) -> Any:
                 here("moved")
                 here(f"moved in {plugin.run.generations.now.number}")
-                return adopt(*given)
+                return share(*given)
 
-            formation.adopt_random_state = moved
+            formation.share_random_state = moved
             messages = updates._messages
 
             def sending(trained: Any) -> Any:

@@ -47,7 +47,7 @@ from penstock.checkpoint.untrusted import (
     typed,
 )
 from penstock.modeling.weights.whole import tensor_parallel_place
-from penstock.random_state import key_of, mixed
+from penstock.random_state import seed_as_new
 
 # Of objects that may have no saved state: the float16 loss scale of a run that was in another precision.
 LOSS_SCALE = "optimizer.loss_scale"
@@ -409,14 +409,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def seed_as_new(replica: int) -> None:
-    """Seed these generators for a new pipeline, by its place and by torch's present numbers."""
-    seed = mixed(int(torch.randint(1 << 62, ())), key_of("a new pipeline", replica))
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # which is all that it takes
-    torch.manual_seed(seed)
 
 
 def check_random_state(name: str, state: Any) -> None:

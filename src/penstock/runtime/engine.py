@@ -124,6 +124,8 @@ class Engine:
         self.own_means = False
         self.step_number = self.num_evaluations = 0
         self.seed: int | None = None
+        # The replica whose random numbers this rank has; None before the first formation.
+        self.draws_for: int | None = None
         self.recovery: Recovery = NoRecovery()
         self.observers: list[StepObserver] = []
         self.reduces_gradients = True

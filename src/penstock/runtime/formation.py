@@ -28,7 +28,7 @@ from penstock.modeling.libraries import configuration_of
 from penstock.modeling.sharding import MakeSharding
 from penstock.modeling.stage.split import SplitModel
 from penstock.modeling.weights.whole import alias_groups
-from penstock.random_state import generators_of, set_states, states_of
+from penstock.random_state import generators_of, seed_as_new, set_states, states_of
 from penstock.runtime import torch_calls
 from penstock.runtime.comm.bootstrap import all_here, default_store, ensure_process_group
 from penstock.runtime.comm.devices import default_timeout, local_device, refuse_shared_devices
@@ -138,16 +138,13 @@ def connect_ranks(
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
     parts = Parts(split, context, make_schedule, held, engine.options.owner_choice, engine.options.share_sequences)
     engine.take_up(parts)
-    continuing, engine.seed, engine.step_number = shared_progress(context, engine.seed, engine.step_number)
+    drawn = share_progress(context, engine)
     engine.num_evaluations = 0  # of ranks that come new, too
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
         fill()
-        # A shuffle without a seed then draws the same order on all ranks that need the same batches.
-        if continuing is None:
-            adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
-        else:  # a re-formation: the ranks that come new go on from one that was there
-            adopt_random_state(continuing, groups.world_control, device)
+        share_random_state(context, drawn)
+        engine.draws_for = context.replica
 
 
 # -- what the ranks compare, and agree on, before their first step -----------------------------------------------------
@@ -280,29 +277,53 @@ def _as_text(value: Any) -> str:
     return repr(value)
 
 
-def shared_progress(context: RankContext, seed: int | None, step_number: int) -> tuple[int | None, int, int]:
-    """How far the run is: the first rank that was in it before, None in a new run, where no rank has a `seed`; the seed
-    of its dropout; and the number of training steps begun. The seed of a new run is that of rank 0's generator, so that
-    a user's manual_seed decides the run's dropout."""
-    mine = [seed is not None, torch.initial_seed() & ((1 << 62) - 1) if seed is None else seed, step_number]
+def share_progress(context: RankContext, engine: Engine) -> list[int | None]:
+    """Let all ranks know how far the run is: the seed of its dropout, and the number of training steps begun. The seed
+    of a new run, where no rank has one, is that of rank 0's generator, so that a user's manual_seed decides the run's
+    dropout. Gives for each rank the replica whose random numbers it has; None if it comes new."""
+    own = torch.initial_seed() & ((1 << 62) - 1) if engine.seed is None else engine.seed
+    mine = [engine.seed is not None, own, engine.step_number, engine.draws_for]
     by_rank = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
-    continuing = next((rank for rank, (is_live, _, _) in enumerate(by_rank) if is_live), None)
-    _, shared, steps = by_rank[continuing or 0]
-    return continuing, shared, steps
+    _, engine.seed, engine.step_number, _ = next((each for each in by_rank if each[0]), by_rank[0])
+    return [each[-1] for each in by_rank]
+
+
+def share_random_state(context: RankContext, drawn: Sequence[int | None]) -> None:
+    """Let the ranks of a replica have the same of torch's random numbers, so that a shuffle without a seed draws one
+    order on all that need the same batches. `drawn`: whose numbers each rank has had, see `share_progress`.
+
+    In a new run these are those of the replica's first rank. After a re-formation a replica goes on with the numbers
+    that one of its place had; one that is new begins with its own, which follow from those of the first rank."""
+    layout, groups, device = context.layout, context.groups, context.device
+    first = next((rank for rank, replica in enumerate(drawn) if replica is not None), None)
+    if first is None:
+        adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
+        return
+    sources = [drawn.index(replica) if replica in drawn else first for replica in range(layout.num_replicas)]
+    shared = [shared_state(source, groups.world_control, device) for source in sources]
+    set_states(generators_of(device), shared[context.replica])
+    if context.replica not in drawn:
+        seed_as_new(context.replica)
 
 
 def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor | None:
     """Go on from torch's random state on `first_rank`, for models on `device`; every rank of `group` calls this. Gives
     this rank's state before, for `set_states`; None if it was the same."""
     generators = generators_of(device)
-    own = states_of(generators)
-    # A sum goes round, where a broadcast would need connections of its own.
-    shared = own.clone() if dist.get_rank() == first_rank else torch.zeros_like(own)
-    dist.all_reduce(shared, group=group)
+    own, shared = states_of(generators), shared_state(first_rank, group, device)
     if torch.equal(own, shared):
         return None
     set_states(generators, shared)
     return own
+
+
+def shared_state(rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Torch's random state on `rank`, for models on `device`; every rank of `group` calls this."""
+    own = states_of(generators_of(device))
+    # A sum goes round, where a broadcast would need connections of its own.
+    shared = own if dist.get_rank() == rank else torch.zeros_like(own)
+    dist.all_reduce(shared, group=group)
+    return shared
 
 
 # How much of a tensor is passed on at a time.
