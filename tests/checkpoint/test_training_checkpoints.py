@@ -316,6 +316,22 @@ penstock.save_checkpoint(sys.argv[1], model=transformers.GPT2LMHeadModel(config)
 # -- what is in them ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shard_size", ["4KB", "1GB"])
+def test_weights_of_an_ordinary_checkpoint_are_not_hidden(shard_size: str, tmp_path: Path) -> None:
+    reference = FAMILIES["gpt2"].build(dtype=torch.float32)
+    reference.save_pretrained(tmp_path, max_shard_size=shard_size)
+    before = sorted(os.listdir(tmp_path))
+    models = split_copies(scramble(copy.deepcopy(reference), 1), 2)
+
+    def work(rank: int, comm: Any) -> None:
+        with pytest.raises(CheckpointError, match="is of an ordinary checkpoint"):
+            save_run_state(models[rank], tmp_path, TrainingState(None, step=3), world_comm=comm)
+
+    raised(on_ranks(2, work))
+    assert sorted(os.listdir(tmp_path)) == before
+    assert_holds(type(reference).from_pretrained(tmp_path), reference)
+
+
 @pytest.mark.parametrize("family", ["t5", "mixtral"])
 def test_plain_transformers_loads_the_folder_and_everything_is_in_it_once(family: str, tmp_path: Path) -> None:
     """Tied weights, several names of one weight, and a family whose files are converted when they are loaded."""

@@ -299,6 +299,7 @@ class ParallelFormat(SaveFormat):
         if self.with_model and place.is_writer:
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
+                self._refuse_to_hide(os.path.dirname(folder))
                 self.sides = write_side_files(self.model, folder)
         once = self.once or not place.is_writer
         to_write = [name for part in self._parts.values() for name in part] if once else []
@@ -319,6 +320,22 @@ class ParallelFormat(SaveFormat):
             if part == MODEL or (tensors and rank != leader):
                 files.append(FileSpec(self._name_of(part, self._place), rank, own=tensors, part=part))
         return files
+
+    @property
+    def _has_index(self) -> bool:
+        return self.once and self._place.tensor_parallel_size == 1
+
+    def _refuse_to_hide(self, directory: str) -> None:
+        """Raise CheckpointError if there are weights that plain transformers could not read beside these any more, or
+        would read in their place."""
+        single, index = weight_file_names(self.options.extension, self.options.variant, self.diffusers)
+        for name in (single, index) if self._has_index else ():
+            path = os.path.join(directory, name)
+            if os.path.lexists(path) and not (name == index and _leads_to_rank_files(path, self.options.variant)):
+                raise CheckpointError(
+                    f"{path} is of an ordinary checkpoint, and transformers could read only one of the two in this "
+                    "folder: save to another one, or remove the weights in this one first"
+                )
 
     def _name_of(self, part: str, place: SavingRank) -> str:
         ranks = place.tensor_parallel_rank, place.number
@@ -380,7 +397,7 @@ class ParallelFormat(SaveFormat):
             if name in found and _leads_to_rank_files(os.path.join(directory, name), options.variant):
                 old.append(name)
         write_bytes(os.path.join(folder, table), manifest.dump())
-        if self.once and manifest.tensor_parallel_size == 1:
+        if self._has_index:
             places = {name: file for file, one in entries.items() if one.part == MODEL for name in one.tensors}
             index = indices[options.extension]
             write_index(folder, index, places)
