@@ -88,6 +88,7 @@ class TrainingStep:
         self._program = program
         self._posts = program.posts
         self._inputs = inputs
+        self._last_microbatch = len(inputs.microbatches) - 1
         self._reduce = reduces_gradients
         self._anything_shared = self._reducer.active
         # Whether the queues or the reducer want to know which backward is under way.
@@ -321,7 +322,7 @@ class TrainingStep:
             output = StageOutput(loss, self._inputs.plans[microbatch].fields)
         for channel in self._boundaries.losses_to:
             channel.send([value])
-        if self._values and not self._watch.has_noted:  # zero_grad() at the loop's first microbatch does no harm
+        if self._values and self._watch.noted is None:  # zero_grad() at the loop's first microbatch does no harm
             self._watch.note()
         self._values.append(value)
         self._output = output
@@ -344,11 +345,10 @@ class TrainingStep:
                 "schedule has no messages. Leave create_graph out, or train this model without pipelines"
             )
             raise LoopError(self._fault)
-        is_last = microbatch == self.num_microbatches - 1
-        if self._watch.sees_change() or (is_last and self._watch.sees_exchange()):
+        if self._watch.sees_change() or (microbatch == self._last_microbatch and self._watch.sees_exchange()):
             self._fault = CHANGED
             raise LoopError(CHANGED)
-        self._watch.forget()
+        self._watch.noted = None
         self._backward_called, self._callers_gradient = True, gradient
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
@@ -376,7 +376,7 @@ class TrainingStep:
 
     def _inner_backward(self, stage: int, microbatch: int) -> None:
         """The backward of a stage before the rank's last one, which no user sees."""
-        self._watch.forget()
+        self._watch.noted = None
         if self._marks_backwards:
             self._enter_backward(stage, microbatch)
         run_backward(self._live[stage, microbatch].sent, self._to_next[stage].recv_backward(microbatch))
@@ -407,7 +407,7 @@ class TrainingStep:
         self._to_previous[stage].send_backward(microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
-        self._watch.forget()
+        self._watch.noted = None
         waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
         self._queues.run(stage, microbatch, self._reducer.ready if waited_for else None)
 

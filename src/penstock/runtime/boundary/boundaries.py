@@ -198,27 +198,27 @@ class _RemoteBoundary:
         self._unposted: list[int] = []
         # Which gradients there have been in this step, for each kind of values that may have one.
         self._present: dict[tuple[Crossing, int], list[bool]] = {}
-        # The kind of values that was last seen to have had all of them: that of most microbatches.
-        self._complete: tuple[Crossing | None, int] = None, 0
+        # The kinds that have had all of them.
+        self._complete: set[tuple[Crossing, int]] = set()
 
     def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         """Make ready for a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
-        self._present, self._complete = {}, (None, 0)
+        self._present, self._complete = {}, set()
         self._values = self._signatures.learned.setdefault((self._boundary, state), {})
 
-    def _incomplete_presence(self, microbatch: int, count: int) -> list[bool] | None:
-        """For each of the `count` values of a microbatch that may have a gradient, whether it has had one in this step,
-        in any microbatch. None once all have: then no flags are sent. Alike on both sides."""
-        kind = self._crossing[microbatch], count
-        if kind == self._complete:
-            return None
-        present = self._present.setdefault(kind, [False] * count)
-        if all(present):
-            self._complete = kind
-            return None
-        return present
+    def _none_is_missing(self, microbatch: int, count: int) -> bool:
+        """Whether each of the `count` values of a microbatch that may have a gradient has had one in this step, in any
+        microbatch: then no flags are sent. Both sides know the same."""
+        return not count or (self._crossing[microbatch], count) in self._complete
+
+    def _note_presence(self, microbatch: int, flags: Sequence[bool]) -> None:
+        """Remember which of a microbatch's values have had a gradient."""
+        kind = self._crossing[microbatch], len(flags)
+        seen = self._present[kind] = list(map(operator.or_, self._present.get(kind, flags), flags))
+        if all(seen):
+            self._complete.add(kind)
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
         """What crosses for inputs of a signature that is new, remembered."""
@@ -256,15 +256,15 @@ class BoundaryToPrevious(_RemoteBoundary):
         """Send the gradients of `leaves`, the values the stage received that require one, in order."""
         gradients = list(map(_gradient, leaves))
         flags = list(map(_is_there, gradients))
-        incomplete = self._incomplete_presence(microbatch, len(leaves))
-        if incomplete is not None:
+        complete = self._none_is_missing(microbatch, len(leaves))
+        if not complete:
             self._presence.send([torch.tensor(flags, dtype=torch.int64)])
-            incomplete[:] = map(operator.or_, incomplete, flags)
-        elif not all(flags):
-            self._warn_of_zeros()
+            self._note_presence(microbatch, flags)
         if not all(flags):
+            if complete:
+                self._warn_of_zeros()
             pairs = zip(leaves, gradients, strict=True)
-            gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in pairs]
+            gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
         self._gradients.send(gradients)
 
     def _warn_of_zeros(self) -> None:
@@ -357,7 +357,7 @@ class BoundaryToNext(_RemoteBoundary):
 
     def has_all_gradients(self, microbatch: int, count: int) -> bool:
         """Whether `recv_backward` will give one for each of the `count` values sent that require one."""
-        return self._incomplete_presence(microbatch, count) is None
+        return self._none_is_missing(microbatch, count)
 
     def recv_backward(self, microbatch: int) -> Sequence[torch.Tensor | None]:
         """Gradients of the values sent that require one, in order; None where there is none."""
@@ -366,12 +366,11 @@ class BoundaryToNext(_RemoteBoundary):
         if not self._gradients.posted:
             self.post(microbatch)
         gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
-        incomplete = self._incomplete_presence(microbatch, len(gradients))
-        if incomplete is not None:
+        if not self._none_is_missing(microbatch, len(gradients)):
             self._presence.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
             flags = list(map(bool, self._presence.receive()[0].tolist()))
-            incomplete[:] = map(operator.or_, incomplete, flags)
-            gradients = [one if flag else None for one, flag in zip(gradients, flags, strict=True)]
+            self._note_presence(microbatch, flags)
+            gradients = [gradient if flag else None for gradient, flag in zip(gradients, flags, strict=True)]
         del self._sent[microbatch]
         # The gradient has arrived, so the activation it belongs to has been sent.
         self._activations.release(keep=len(self._sent))

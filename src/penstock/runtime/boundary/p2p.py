@@ -121,9 +121,7 @@ class P2PChannel:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
             raise self._lost("posting a receive of", error) from None
-        if (num_bytes := sum(map(_num_bytes, buffers))) >= self._large:
-            work = _LargeWork(work, num_bytes, self._channels.board.check)
-        self.posted.append((buffers, work))
+        self.posted.append((buffers, self._watched(work, buffers)))
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for the oldest posted receive. On an accelerator only the stream waits."""
@@ -157,13 +155,16 @@ class P2PChannel:
                 work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
             raise self._lost("sending", error) from None
-        if (num_bytes := sum(map(_num_bytes, sent))) >= self._large:
-            work = _LargeWork(work, num_bytes, self._channels.board.check)
-        self._in_flight.append((sent, work))
+        self._in_flight.append((sent, self._watched(work, sent)))
         del work
         # Many at a time, which takes less than one by one.
         if len(self._in_flight) > 2 * self._channels.sends_ahead:
             self.release(self._channels.sends_ahead)
+
+    def _watched(self, work: Waitable, tensors: Sequence[torch.Tensor]) -> Waitable:
+        """`work`, or if it is large, a wait that hears of failures."""
+        num_bytes = tensors[0].nbytes if len(tensors) == 1 else sum(map(_num_bytes, tensors))
+        return work if num_bytes < self._large else _LargeWork(work, num_bytes, self._channels.board.check)
 
     def release(self, keep: int = 0) -> None:
         """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""

@@ -25,39 +25,33 @@ class GradientWatch:
         self._parameters = parameters
         # The parameter last looked at, which is tried first the next time.
         self._sample: torch.Tensor | None = None
-        # It, its gradient, and how often that was changed; None while backwards may change it.
-        self._noted: tuple[torch.Tensor, torch.Tensor, int] | None = None
+        # It, its gradient, and how often that was changed. A step sets it to None while backwards may change it.
+        self.noted: tuple[torch.Tensor, torch.Tensor, int] | None = None
         # All parameters' gradients after the first backward, until they were compared.
         self._first: list[torch.Tensor | None] = []
         self._compares_all = True
 
-    @property
-    def has_noted(self) -> bool:
-        return self._noted is not None
-
     def note(self) -> None:
         """From now on nothing but the loop's body can change gradients."""
-        if self._sample is None or self._sample.grad is None:
-            self._sample = next((one for one in self._parameters if one.grad is not None), None)
-        if self._sample is not None and (gradient := self._sample.grad) is not None:
-            self._noted = self._sample, gradient, gradient._version
+        sample = self._sample
+        if sample is None or sample.grad is None:
+            sample = self._sample = next((each for each in self._parameters if each.grad is not None), None)
+        if sample is not None:
+            gradient: torch.Tensor = sample.grad
+            self.noted = sample, gradient, gradient._version
         if self._compares_all:
             self._compares_all = False
             self._first = list(map(_gradient, self._parameters))
 
-    def forget(self) -> None:
-        """From now on they may change."""
-        self._noted = None
-
     def stop(self) -> None:
         """Say nothing more in this step, which the caller has left, or of which something was said."""
-        self._parameters, self._sample, self._noted, self._first = (), None, None, []
+        self._parameters, self._sample, self.noted, self._first = (), None, None, []
 
     def sees_change(self) -> bool:
         """Whether the sample has changed since `note`."""
-        if self._noted is None:
+        if self.noted is None:
             return False
-        parameter, gradient, version = self._noted
+        parameter, gradient, version = self.noted
         if parameter.grad is gradient and gradient._version == version:
             return False
         self.stop()
