@@ -36,8 +36,7 @@ class GradientWatch:
         sample = self._sample
         if sample is None or sample.grad is None:
             sample = self._sample = next((each for each in self._parameters if each.grad is not None), None)
-        if sample is not None:
-            gradient: torch.Tensor = sample.grad
+        if sample is not None and (gradient := sample.grad) is not None:
             self.noted = sample, gradient, gradient._version
         if self._compares_all:
             self._compares_all = False
