@@ -14,6 +14,8 @@ SESSIONS ?= 3
 # One thread per process: several processes share the machine, and results do not depend on the number of cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Each of the sessions, and whatever they start, would compile every file again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo demo-elastic test test-fast test-slurm lint format docs pictures package bench clean
 

@@ -233,7 +233,7 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
 def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
     """The lines that this rank sent to the watchers of others while one rank was slow for so long."""
     model, inputs = formed()
-    model.pipeline.board.patience = patience
+    usual, model.pipeline.board.patience = model.pipeline.board.patience, patience
     run_step(model, inputs)
     lines, send, tell = Counter[str](), ring._Peer.send, ring.Ring.tell_one
 
@@ -251,6 +251,7 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
         run_step(model, inputs)
         dist.barrier()
     dist.barrier()  # none takes its leave while others count
+    model.pipeline.board.patience = usual
     return lines.total()
 
 

@@ -7,6 +7,7 @@ Workers are forks (zygote.py), so a lost one is replaced in milliseconds. This f
 """
 
 import importlib
+import io
 import itertools
 import os
 import pickle
@@ -321,7 +322,7 @@ def _answer(task: Task, connection: Connection) -> bytes:
             # Before anything is taken down: the peers that fail because this rank's connections close fail later.
             ended = time.monotonic()
             _take_down()
-        return pickle.dumps((ended, result))
+        return _pickled((ended, result))
     except BaseException as error:  # SystemExit and KeyboardInterrupt included: a rank's end is a result here
         text = "".join(traceback.format_exception(error))
         try:
@@ -333,6 +334,30 @@ def _answer(task: Task, connection: Connection) -> bytes:
         error.__traceback__ = None
         error.add_note(text)
         return pickle.dumps((ended, error))
+
+
+def _pickled(result: Any) -> bytes:
+    """Plain tensors go as their bytes: else torch writes a file in memory for each."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
+                return NotImplemented
+            if value.requires_grad or vars(value) or value.dtype.is_complex:
+                return NotImplemented
+            data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+            return _unpickled_tensor, (data, value.dtype, tuple(value.shape))
+
+    file = io.BytesIO()
+    Pickler(file, pickle.HIGHEST_PROTOCOL).dump(result)
+    return file.getvalue()
+
+
+def _unpickled_tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
 
 
 def _function(task: Task) -> Callable[..., Any]:

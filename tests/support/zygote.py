@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -49,7 +50,9 @@ PRELOADED = (
     "torch.distributed.run",
     "torch.distributed.launch",
     "torch.utils.checkpoint",
+    "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
     "pytest",
     "tests.support.training",
     "peft",
@@ -95,6 +98,12 @@ def spare_torchrun_names() -> None:
     each function of its own that records an event."""
     module = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     module.get_method_name = lambda depth=2: "not looked for"  # type: ignore[attr-defined]
+
+
+def spare_libraries_their_end() -> None:
+    """Let forks not take down, as they end, each operation that the imports have registered with torch."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 # ---------------------------------------------------------------- the session's side
@@ -346,6 +355,7 @@ def main(listener: socket.socket, modules: list[str]) -> None:
         importlib.import_module(name)
     if "torch.distributed.run" in modules:
         spare_torchrun_names()
+    spare_libraries_their_end()
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
     gc.freeze()
