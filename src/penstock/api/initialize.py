@@ -112,7 +112,10 @@ def _refuse_changes(
     elif kinds_of_inputs(inputs_by_name(model, example_inputs)) not in ({}, kinds_of_inputs(record.example_inputs)):
         changed = "example_inputs"
     if changed:
-        raise ValueError(f"this model is parallelised already, with another {changed}: initialize() takes it once")
+        raise ValueError(
+            f"this model is parallelised already, with another {changed}: initialize() takes it once"
+            ". To change it, make the model anew"
+        )
 
 
 def build_equal_pipelines(
@@ -156,6 +159,7 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
         if not isinstance(model, PreTrainedModel):
             raise ConfigurationError(
                 f"{SECTION}.tensor_parallel_size needs a model of transformers, and {type(model).__name__} is none"
+                ": leave it out"
             )
         try:
             TensorParallel(model, 0, size, alias_groups(model))
@@ -232,6 +236,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
     if written_schedule(configuration.schedule) is not None:
         raise ConfigurationError(
             f'{SECTION}.pipeline_parallel_size "auto" needs a schedule by name: one that is written out has its ranks'
+            ": give a name, or the number of ranks"
         )
     size = auto_pipeline_size(
         model,
@@ -305,5 +310,6 @@ def plan_stages(
         raise ConfigurationError(
             f"{SECTION}.{chosen} makes {len(stages)} stages, but {key} {num_ranks} under schedule "
             f"{configuration.schedule!r} has {len(stage_to_rank)}"
+            ": let both be the same number"
         )
     return stages, stage_to_rank, num_pipelines

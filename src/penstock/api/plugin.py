@@ -344,7 +344,10 @@ class HeterogeneousParallelPlugin:
             names = ("num_microbatches", "microbatch_size", "pipeline_index")
             seen = ", ".join(f"{name}={value}" for name, value in zip(names, dataloader.share, strict=True))
             expected = ", ".join(f"{name}={value}" for name, value in zip(names, wanted, strict=True))
-            raise ValueError(f"the dataloader was made for {seen}, but this plugin has {expected}")
+            raise ValueError(
+                f"the dataloader was made for {seen}, but this plugin has {expected}"
+                ": call prepare_dataloader of this plugin after set_pipelines"
+            )
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -397,10 +400,12 @@ class HeterogeneousParallelPlugin:
     def _check(self, model: Any) -> None:
         """Refuse what cannot be parallelised. No communication."""
         if isinstance(model, PipelineModel):
-            raise ValueError("this model is parallelised already: configure() takes a whole one")
+            raise ValueError("this model is parallelised already: configure() takes a whole one. Make the model anew")
         check_whole_model(model, "configure()")
         if self.tp_size > 1 and not isinstance(model, PreTrainedModel):
-            raise ValueError(f"tp_size needs a model of transformers, and {type(model).__name__} is none")
+            raise ValueError(
+                f"tp_size needs a model of transformers, and {type(model).__name__} is none: leave tp_size out"
+            )
         if self.settings.context_parallel_size > 1:
             refuse_model(model)
 
@@ -459,14 +464,20 @@ class HeterogeneousParallelPlugin:
     ) -> Optimizer:
         """Refuse what an elastic run cannot have. No communication. Returns the optimizer, not wrapped."""
         if isinstance(model, PipelineModel) or self._model is not None:
-            raise ValueError("with elastic= a plugin configures one whole model, once")
+            raise ValueError(
+                "with elastic= a plugin configures one whole model, once: make a new plugin, and the model anew"
+            )
         self._check(model)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"with elastic= configure() takes a transformers PreTrainedModel, got {type(model).__name__}"
+                ": leave elastic= out for it"
             )
         if packed_weights(mark_packed(model)):
-            raise NotImplementedError("with elastic= a model cannot be quantised: packed weights stay on their stage")
+            raise NotImplementedError(
+                "with elastic= a model cannot be quantised: packed weights stay on their stage"
+                ". Load it without a quantization_config, or leave elastic= out"
+            )
         if optimizer is None:
             raise ValueError(
                 "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"

@@ -339,7 +339,10 @@ def _largest_gradient(gradients: Mapping[str, torch.Tensor | None]) -> float:
             )
     if largest := _largest(gradients.values()):
         return largest
-    raise ValueError("the unsplit model has no gradients from this batch, so that there is nothing to compare")
+    raise ValueError(
+        "the unsplit model has no gradients from this batch, so that there is nothing to compare"
+        ": give inputs by which parameters are trained, and let some require gradients"
+    )
 
 
 def _largest(tensors: Iterable[torch.Tensor | None]) -> float:

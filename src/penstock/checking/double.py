@@ -74,7 +74,10 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
             return made, batch
         except Exception as error:  # whatever a model's own code raises
             failure = error
-    raise ValueError(f"a comparison is in double or single precision, and this model is not: {failure}") from failure
+    raise ValueError(
+        f"a comparison is in double or single precision, and this model is not: {failure}"
+        ". Give the model before it is quantised, in float32, and on the CPU"
+    ) from failure
 
 
 def _ignoring_names(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:

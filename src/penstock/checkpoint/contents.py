@@ -150,7 +150,10 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
     CheckpointError if there is no such folder, or nothing in it."""
     found = find_checkpoints(folder)
     if not found:
-        raise CheckpointError(f"{os.path.abspath(folder)} holds no checkpoint")
+        raise CheckpointError(
+            f"{os.path.abspath(folder)} holds no checkpoint"
+            ": name the folder that was given to save_checkpoint or save_parallelized"
+        )
     return [
         inspect_checkpoint(one.path, values)
         if (fault := one.fault) is None
@@ -312,7 +315,10 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
     """The model without its weights; an empty module that is tied alike if it is none of transformers'."""
     if is_diffusers(path) or not os.path.exists(os.path.join(path, CONFIG_NAME)):
         if hasattr(transformers, manifest.model_class):
-            raise CheckpointError(f"{path} holds a {manifest.model_class} of transformers, but no {CONFIG_NAME}")
+            raise CheckpointError(
+                f"{path} holds a {manifest.model_class} of transformers, but no {CONFIG_NAME}"
+                ": put the saved model's there again"
+            )
         empty = nn.Module()
         record_of(empty).aliases = [tuple(names) for names in manifest.tied]
         return empty
@@ -329,6 +335,7 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
     if type(model).__name__ != manifest.model_class:
         raise CheckpointError(
             f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
+            ": put the saved model's config.json there again"
         )
     found: nn.Module = model
     return found

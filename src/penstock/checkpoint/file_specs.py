@@ -287,10 +287,16 @@ class SaveOptions:
                 "a file for each rank"
             )
         if unknown := sorted(values.keys() - cls.__dataclass_fields__.keys()):
-            raise TypeError(f"the save of a parallelised model got unexpected arguments: {', '.join(unknown)}")
+            raise TypeError(
+                f"the save of a parallelised model got unexpected arguments: {', '.join(unknown)}"
+                f"; it takes {', '.join(cls.__dataclass_fields__)}"
+            )
         options = cls(**values)
         if options.save_function is not None and options.safe_serialization:
-            raise ValueError("save_function writes .bin files and cannot be combined with safe_serialization=True")
+            raise ValueError(
+                "save_function writes .bin files and cannot be combined with safe_serialization=True"
+                ": leave one of the two out"
+            )
         check_variant(options.variant)
         return options
 

@@ -359,7 +359,9 @@ def _header(tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Map
     for name in order:
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"safetensors has no dtype for {name}, which is {tensor.dtype}")
+            raise ValueError(
+                f"safetensors has no dtype for {name}, which is {tensor.dtype}: save with safe_serialization=False"
+            )
         end = begin + tensor.nbytes
         content[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end

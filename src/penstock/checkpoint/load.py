@@ -152,6 +152,7 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
         if len({found[name].info for name in candidates}) > 1:
             raise CheckpointMismatch(
                 f"{directory} has different values for {candidates}, which the model ties together"
+                ": untie them in the model that is to be loaded (tie_word_embeddings=False in its configuration)"
             )
         sources.update({name: candidates[0] for name in group if name in whole and candidates})
 

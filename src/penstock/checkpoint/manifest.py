@@ -54,7 +54,9 @@ _MAX_NAME = 255
 def check_variant(variant: str | None) -> None:
     """Raise ValueError for a variant that cannot be a part of a file's name."""
     if variant is not None and re.fullmatch(_VARIANT, variant) is None:
-        raise ValueError(f"variant becomes part of file names and cannot be {variant!r}")
+        raise ValueError(
+            f"variant becomes part of file names and cannot be {variant!r}: use letters, digits and any of _ + . -"
+        )
 
 
 def check_plain(name: str, what: str) -> str:
@@ -199,7 +201,10 @@ def whole_manifest(directory: str, variant: str | None = None, model_class: str 
     another class, CheckpointError if it is damaged."""
     manifest = read_manifest(directory, variant)
     if model_class not in (None, manifest.model_class):
-        raise CheckpointMismatch(f"{directory} holds a {manifest.model_class}, but the model is a {model_class}")
+        raise CheckpointMismatch(
+            f"{directory} holds a {manifest.model_class}, but the model is a {model_class}"
+            f": make a {manifest.model_class}"
+        )
     manifest.check_files(directory)
     return manifest
 
@@ -215,7 +220,10 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not the table of contents of a parallel checkpoint")
     if (version := typed(_Number, content.get("version"), path, "version")) != VERSION:
-        raise CheckpointMismatch(f"{path} has format version {version}; this Penstock reads {VERSION}")
+        raise CheckpointMismatch(
+            f"{path} has format version {version}; this Penstock reads {VERSION}"
+            ": load it with the version of Penstock that saved it"
+        )
     manifest: Manifest = typed(Manifest, content, path)
     _check(manifest, path, variant)
     return manifest

@@ -97,7 +97,10 @@ def _save_injected(
     assert own_save is not None
     save: Callable[..., Any] = own_save
     if len(active := model.active_adapters()) != 1:
-        raise ValueError(f"one adapter is saved at a time, but {', '.join(active) or 'none'} are active")
+        raise ValueError(
+            f"one adapter is saved at a time, but {', '.join(active) or 'none'} are active"
+            ": choose one with set_adapter(name)"
+        )
 
     def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
         save(folder, state_dict=dict(state), **arguments)

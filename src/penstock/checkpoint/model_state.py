@@ -45,7 +45,10 @@ def as_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor):
             made[name + MARK] = _encoded(name, value)
         elif value.layout != torch.strided or value.is_quantized:
-            raise CheckpointError(f"cannot save {name}: it is a {type(value).__name__}, not a dense tensor")
+            raise CheckpointError(
+                f"cannot save {name}: it is a {type(value).__name__}, not a dense tensor"
+                ". Make a dense one of it, with to_dense(), say"
+            )
         else:
             made[name] = value
     return made

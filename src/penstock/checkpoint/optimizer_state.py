@@ -82,7 +82,10 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
             if name is None:
                 if parameter.numel() and parameter is not known_of(model).stand_in:
                     shape = list(parameter.shape)
-                    raise CheckpointMismatch(f"the optimizer has a parameter of shape {shape} that is not the model's")
+                    raise CheckpointMismatch(
+                        f"the optimizer has a parameter of shape {shape} that is not the model's"
+                        ": make the optimizer of model.parameters() alone"
+                    )
                 continue
             found.members[-1].append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -92,7 +95,10 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
                     found.values.setdefault(name, {})[key] = value
                 else:
                     kind = type(value).__name__
-                    raise CheckpointError(f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number")
+                    raise CheckpointError(
+                        f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number"
+                        ". Take an optimizer whose state is of these"
+                    )
     return found
 
 
@@ -111,6 +117,7 @@ def restore_optimizer(
     if len(whole.groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the saved one had {len(whole.groups)}"
+            ": make it with the groups of the saved one, or load without it"
         )
     states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in whole.values.items()}
     for key, tensor in tensors:
@@ -126,7 +133,10 @@ def restore_optimizer(
             if mine is not None:
                 if group_of.get(mine) != number:
                     where = f"in group {group_of[mine]}" if mine in group_of else "in none"
-                    raise CheckpointError(f"{mine} is in group {number} of the optimizer, but was {where} when saved")
+                    raise CheckpointError(
+                        f"{mine} is in group {number} of the optimizer, but was {where} when saved"
+                        ": make it with the groups of the saved one, or load without it"
+                    )
                 if mine in states and keeps(parameter):
                     content["state"][index] = states[mine]
             indices.append(index)
@@ -194,5 +204,6 @@ def reshardings_of(
             raise CheckpointMismatch(
                 f"cannot shard the state {key} for tensor_parallel_size {size}: it was saved with "
                 f"{manifest.tensor_parallel_size} and the shape {list(shape)}, where the parameter has {list(part)}"
+                f". Resume with tensor_parallel_size {manifest.tensor_parallel_size}, or load without the optimizer"
             )
     return found

@@ -178,7 +178,9 @@ class Save:
         def report() -> SavingReport:
             for rank, (theirs, _) in enumerate(prepared):
                 if theirs != own:
-                    raise CheckpointError(f"was asked for {own}, but rank {rank} for {theirs}")
+                    raise CheckpointError(
+                        f"was asked for {own}, but rank {rank} for {theirs}: give the same arguments on all ranks"
+                    )
             own_report = self._format.report(self._place, path)
             if (self._place.is_writer or own_report.to_write) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
@@ -340,6 +342,7 @@ def wait_until_done(folder: str, names: Sequence[str], given_up: Callable[[], st
         elif time.monotonic() - since > STANDSTILL:
             raise CheckpointError(
                 f"{', '.join(missing)} was not written to {folder}, where nothing has changed for {STANDSTILL:g} s"
+                ": look in the logs of the ranks that write it"
             )
         time.sleep(PAUSE)
 

@@ -84,7 +84,10 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
         path = os.path.join(directory, target)
         found = kind_of(path)
         if found not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
-            raise CheckpointError(f"cannot replace {path}: it is {found}, and is in the way of the checkpoint's file")
+            raise CheckpointError(
+                f"cannot replace {path}: it is {found}, and is in the way of the checkpoint's file"
+                ". Move it away, or save to another folder"
+            )
     folder = os.path.join(directory, staging)
     staged = dict.fromkeys([*what.sides, *what.starts, *what.files])
     flush_files([*(os.path.join(folder, name) for name in staged), folder, directory])

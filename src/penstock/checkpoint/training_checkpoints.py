@@ -110,14 +110,18 @@ def save_checkpoint(
     run = Participants(model)
     if (recovery := run.recovery).repeats and not recovery.in_call:
         if asynchronous:
-            raise ValueError("with elastic= asynchronous=True is not possible: the ranks that write may be lost")
+            raise ValueError(
+                "with elastic= asynchronous=True is not possible: the ranks that write may be lost. Leave it out"
+            )
         if recovery.accumulating:
             raise ValueError(
                 "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
                 "of an accumulation"
             )
         if step not in (None, recovery.step):
-            raise ValueError(f"with elastic= the step is booster.step, which is {recovery.step}, got {step!r}")
+            raise ValueError(
+                f"with elastic= the step is booster.step, which is {recovery.step}, got {step!r}: leave step out"
+            )
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
         given = {"model": model, "optimizer": optimizer, "step": recovery.step, "extra": extra, "keep_last": keep_last}
 

@@ -196,7 +196,9 @@ class _Loading:
         self.common = common = read_common(manifest, directory)
         self._reader = reader = CheckpointReader(directory, manifest, TRAINING, tensor_parallel_place(model))
         if missing := sorted(self._state.objects.keys() - common.objects.keys() - OPTIONAL):
-            raise CheckpointMismatch(f"{directory} has no state for {missing}; it has {sorted(common.objects)}")
+            raise CheckpointMismatch(
+                f"{directory} has no state for {missing}; it has {sorted(common.objects)}: load without {missing}"
+            )
         saved, replica = common.pipelines, self._world.place.replica
         first = saved.index(replica) if replica in saved else 0
         needed = dict.fromkeys([first, min(self._world.rank, len(saved) - 1)])
@@ -205,7 +207,7 @@ class _Loading:
         if optimizer is None:
             return replica, []
         if common.groups is None:
-            raise CheckpointMismatch(f"{directory} has no optimizer state")
+            raise CheckpointMismatch(f"{directory} has no optimizer state: load without an optimizer")
         saved_shapes = {key: location.info.shape for key, location in reader.locations.items()}
         self._tensors = reshardings_of(model, optimizer, manifest, saved_shapes)
         reader.verify(self._tensors)
@@ -218,7 +220,10 @@ class _Loading:
         if optimizer is not None:
             saved = {name for group in common.members for name in group}
             if lost := sorted(saved.difference(*held)):
-                raise CheckpointMismatch(f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}")
+                raise CheckpointMismatch(
+                    f"the optimizer lacks parameters that it had when it was saved: {lost[:5]}"
+                    ". Give it these, or load without it"
+                )
             tensors = ((key, self._reader.read(key, sharding)) for key, sharding in self._tensors.items())
             whole = OptimizerState(common.groups or [], common.members, common.values)
             restore_optimizer(model, optimizer, whole, tensors, common.optimizer or "another optimizer")
@@ -272,7 +277,9 @@ def read_common(manifest: Manifest, directory: str) -> CommonState:
         if not common.pipelines:
             raise damaged(path, ["pipelines"], [], "the pipeline of each rank")
         return common
-    raise CheckpointMismatch(f"{directory} has no training state")
+    raise CheckpointMismatch(
+        f"{directory} has no training state: load its weights alone, with model.from_parallelized()"
+    )
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,10 @@ def _costs(schedule: Schedule, numbers: dict[str, str], **of_links: float) -> Co
             raise ValueError(f"{option} must be {_PER_RANK}, but is {text!r}") from None
         per_rank = given * schedule.num_ranks if len(given) == 1 else given
         if len(per_rank) != schedule.num_ranks:
-            raise ValueError(f"{option} has {len(given)} numbers, but the pipeline has {schedule.num_ranks} ranks")
+            raise ValueError(
+                f"{option} has {len(given)} numbers, but the pipeline has {schedule.num_ranks} ranks"
+                ": give one for each rank"
+            )
         of_stages[name] = divide_over_stages(per_rank, schedule)
     return Costs(**of_stages, **of_links)
 

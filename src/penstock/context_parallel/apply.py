@@ -33,7 +33,7 @@ def refuse_model(model: nn.Module) -> None:
     be told by its configuration; see `try_parts`."""
     if not isinstance(model, PreTrainedModel):
         raise NotImplementedError(
-            f"context_parallel_size needs a model of transformers, and {type(model).__name__} is none"
+            f"context_parallel_size needs a model of transformers, and {type(model).__name__} is none: leave it out"
         )
     for name, module in model.named_modules():
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -203,4 +203,5 @@ def _refuse_loss(rule: LossRule | None) -> None:
             raise NotImplementedError(
                 f"context_parallel_size needs a loss over tokens that takes {SHIFTED}, as those of transformers' "
                 f"causal language models do, as a mean, but this one is over {term.kind} of {term.input or 'the batch'}"
+                ": train it with such a loss, or leave context_parallel_size out"
             )

@@ -163,6 +163,7 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"the model makes a mask for {kwargs['q_length']} queries and {kwargs['kv_length']} keys, which is not one "
             "of the whole sequence's tokens, or makes it with a function of its own"
+            ": leave context_parallel_size out for this model"
         )
     if separates:
         assert part.packed is not None
@@ -210,6 +211,7 @@ def _attend(
         raise NotImplementedError(
             f"context_parallel_size: {type(module).__name__} has {query.shape[1]} heads of queries and {key.shape[1]} "
             f"of keys, which {cut.size} ranks cannot share out, and following the model's forward did not show it"
+            ": take a context_parallel_size that divides both, or leave it out"
         )
     mask = None if not any(attention_mask.stride()) else attention_mask
     query, key, value = _some_heads(exchange, cut, (query, key, value))

@@ -151,6 +151,7 @@ def cut_inputs(
             raise NotImplementedError(
                 f"context_parallel_size needs one label that counts for nothing, but of {term.input} the loss ignores "
                 f"{fillings[term.input]} in one mean and {ignored} in another"
+                ": ignore the same one in all"
             )
     for name in ("input_ids", "inputs_embeds"):
         if name in fillings and cut.padded != length:
@@ -169,13 +170,17 @@ def cut_inputs(
         if value is None or isinstance(value, bool | int | float | str) or name == NUM_ITEMS:
             found[name] = value
         elif not isinstance(value, torch.Tensor) or name in WITHOUT_BATCH:
-            raise NotImplementedError(f"context_parallel_size cannot cut the input {name}, a {type(value).__name__}")
+            raise NotImplementedError(
+                f"context_parallel_size cannot cut the input {name}, a {type(value).__name__}"
+                ": give tensors, or leave context_parallel_size out"
+            )
         elif name == "attention_mask" and value.dim() == 2 and value.shape[1] == length:
             found[name] = value  # keys come from all parts
         elif name == "attention_mask" or value.dim() < 2 or value.shape[1] != length:
             raise NotImplementedError(
                 f"context_parallel_size cannot cut the input {name} of shape {tuple(value.shape)}: sequences have "
                 f"{length} tokens, and those that can be cut are of shape (samples, {length}, ...)"
+                ". Give it so, or leave context_parallel_size out"
             )
         else:
             found[name] = cut.take(value, 1, fillings.get(name, 0))

@@ -124,7 +124,9 @@ def microbatches_of(
     counts = {name: len(value) for name, value in given.items()}
     count = next(iter(counts.values()))
     if any(other != count for other in counts.values()):
-        raise ValueError(f"The inputs come from batches with different numbers of microbatches: {counts}.")
+        raise ValueError(
+            f"The inputs come from batches with different numbers of microbatches: {counts}. Give those of one batch."
+        )
     microbatches = [{name: value[index] for name, value in given.items()} for index in range(count)]
     sizes = [batch_size_of(part, main_input_name, _rows_of_media(part, media), dims) for part in microbatches]
     whole = {name: value for name, value in inputs.items() if name not in given}

@@ -131,6 +131,7 @@ class HeterogeneousDataLoader(DataLoader[Any]):
                 raise ValueError(
                     f"The data loader's state was saved with {name}={state[name]!r}, but this loader has "
                     f"{name}={getattr(self._shares, name)!r}: it would continue with other samples."
+                    " Make it with the saved value, or load no state."
                 )
         self._shares.epoch = state["epoch"]
         self._position = self._resume_at = state["position"]

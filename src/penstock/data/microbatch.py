@@ -103,7 +103,10 @@ def batch_size_of(
     batch_size = rows_of(main, inputs[main], dims)
     assert batch_size is not None  # as of any main input
     if batch_size == 0:
-        raise ValueError(f"The batch is empty: {main} has shape {tuple(inputs[main].shape)}, without a single sample.")
+        raise ValueError(
+            f"The batch is empty: {main} has shape {tuple(inputs[main].shape)}, without a single sample."
+            " Leave such batches out."
+        )
     for name, value in inputs.items():
         rows = rows_of(name, value, dims)
         if any(dims.values()) and rows == batch_size and batch_size in value.shape[1:] and _said(name, dims) is None:

@@ -239,9 +239,14 @@ class SharedStates:
         """Have `one.state_dict()` of a member given to `one.load_state_dict()` of each that joins."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(one, method, None)):
-                raise TypeError(f"register({name!r}, ...): a {type(one).__name__} has no {method}()")
+                raise TypeError(
+                    f"register({name!r}, ...): a {type(one).__name__} has no {method}()"
+                    ". Register what has state_dict() and load_state_dict()"
+                )
         if name in self.objects:
-            raise ValueError(f"register({name!r}, ...): something is registered under this name already")
+            raise ValueError(
+                f"register({name!r}, ...): something is registered under this name already. Take another name"
+            )
         self.objects[name] = one
         if name in self._received:
             one.load_state_dict(self._received.pop(name))
@@ -268,6 +273,7 @@ class SharedStates:
         if len(settings) != len(groups):
             raise ValueError(
                 f"the optimizer has {len(groups)} parameter groups, but that of the run has {len(settings)}"
+                ": make it with the same groups in every process"
             )
         for group, values in zip(groups, settings, strict=True):
             group.update(values)

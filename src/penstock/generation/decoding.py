@@ -367,7 +367,11 @@ class Decoding:
         finally:
             self.inside = False
         if plan.last_stage_decides:
-            raise refusal(self._split.model, "what its code does next depends on values that one stage alone has")
+            raise refusal(
+                self._split.model,
+                "what its code does next depends on values that one stage alone has"
+                ": generate in one process, with the whole model",
+            )
         if plan.digest not in self._compared:
             self._compare(plan)
         return plan
@@ -482,5 +486,8 @@ class Decoding:
 def _whole_output(outputs: Sequence[Any], prefill: Prefill | None) -> Any:
     """The output of the whole forward from those of its parts."""
     if not all(isinstance(each, dict) for each in outputs):
-        raise TypeError(f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}")
+        raise TypeError(
+            f"generation needs outputs with named fields, not a {type(outputs[0]).__name__}"
+            ": let the model's forward return a ModelOutput"
+        )
     return outputs[0] if prefill is None else prefill.joined(outputs)

@@ -175,10 +175,12 @@ def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
     follow; ValueError for an empty batch."""
     for name, reason in REFUSED_SETTINGS.items():
         if setting(name, arguments, model):
-            raise NotImplementedError(f"generate({name}=...) is not implemented over pipeline stages: {reason}")
+            raise NotImplementedError(
+                f"generate({name}=...) is not implemented over pipeline stages: {reason}. Leave it out"
+            )
     if setting("cache_implementation", arguments, model) == "paged":
         raise NotImplementedError(
-            "continuous batching (cache_implementation='paged') is not implemented over pipeline stages"
+            "continuous batching (cache_implementation='paged') is not implemented over pipeline stages: leave it out"
         )
     _refuse_quantised_cache(arguments, setting("cache_implementation", arguments, model))
     if isinstance(arguments.get("custom_generate"), str) or arguments.get("trust_remote_code"):

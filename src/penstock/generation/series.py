@@ -99,6 +99,7 @@ class Series:
                 raise RuntimeError(
                     f"the next message of {self._channels[0].name} has {found}, but for inputs of these shapes it had "
                     f"{list(known)} before; a shape that depends on the inputs' values cannot be sent"
+                    ": put what computes it and what uses it into one stage with `stages`"
                 )
         for channel in self._channels:
             for start in range(0, len(tensors), TAGS_PER_CHANNEL):

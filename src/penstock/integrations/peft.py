@@ -237,7 +237,9 @@ def refuse_peft(model: PeftModel) -> None:
     if not type(model).__module__.startswith("peft."):
         own = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), PeftModel)
         if not own.__module__.startswith("peft."):
-            raise NotImplementedError(f"{own.__name__}.forward is not PEFT's own, and would not be called")
+            raise NotImplementedError(
+                f"{own.__name__}.forward is not PEFT's own, and would not be called: give a model of PEFT's own class"
+            )
     if experts := _packed_targets(model):
         raise NotImplementedError(
             f'adapters shall be on packed experts ({", ".join(experts)}), where PEFT puts none: it takes "all-linear" '
@@ -245,7 +247,9 @@ def refuse_peft(model: PeftModel) -> None:
             "leave the experts as they are (BitsAndBytesConfig)"
         )
     if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
-        raise NotImplementedError("activated LoRA chooses tokens sample by sample, which pipelines do not support")
+        raise NotImplementedError(
+            "activated LoRA chooses tokens sample by sample, which pipelines do not support: use LoRA"
+        )
 
 
 def _packed_targets(model: PeftModel) -> list[str]:
@@ -294,4 +298,7 @@ def initialize_peft(model: PeftModel, parallelize: Callable[[PreTrainedModel], T
 def _refuse_per_sample(arguments: Mapping[str, Any]) -> None:
     for name in PER_SAMPLE:
         if arguments.get(name) is not None:
-            raise NotImplementedError(f"{name} chooses adapters sample by sample, which pipelines do not support")
+            raise NotImplementedError(
+                f"{name} chooses adapters sample by sample, which pipelines do not support"
+                ": choose one for the batch with set_adapter(name)"
+            )

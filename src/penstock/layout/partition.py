@@ -46,7 +46,9 @@ def partition(
     """
     num_units, num_stages = len(unit_costs), len(speeds)
     if num_stages < 1 or num_units < num_stages:
-        raise ValueError(f"{num_units} units cannot give {num_stages} stages at least one unit each")
+        raise ValueError(
+            f"{num_units} units cannot give {num_stages} stages at least one unit each: take 1 to {num_units} stages"
+        )
     if (unit_memory is None) != (memory_limits is None):
         raise ValueError("unit_memory and memory_limits belong together: give both or neither")
     memory = [0.0] * num_units if unit_memory is None else list(unit_memory)
@@ -72,6 +74,7 @@ def partition(
     raise ValueError(
         f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
         f"{sum(memory):g} in all, the limits are {limits}"
+        ": take more devices, or ones with more memory"
     )
 
 

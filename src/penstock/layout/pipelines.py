@@ -193,6 +193,7 @@ def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[in
             raise ValueError(
                 f"schedule {written.name!r} is written for {written.num_stages} stages, but {template!r} has "
                 f"{template.num_stages}"
+                ": write one for as many stages, or give the name of one"
             )
         return own_or_named(schedule, written.num_ranks)
     assert isinstance(schedule, str)

@@ -105,6 +105,7 @@ class Cluster:
         if self.node_sizes and sum(self.node_sizes) != self.size:
             raise ValueError(
                 f"the nodes have {' + '.join(map(str, self.node_sizes))} devices, but there are {self.size} devices"
+                ": let both be the same number"
             )
 
     @property

@@ -22,7 +22,9 @@ def split_microbatches(times: Sequence[Callable[[int], float]], total: int) -> l
         ValueError: fewer microbatches than pipelines.
     """
     if not times or total < len(times):
-        raise ValueError(f"{total} microbatches cannot give {len(times)} pipelines at least 1 each")
+        raise ValueError(
+            f"{total} microbatches cannot give {len(times)} pipelines at least 1 each: give at least {len(times)}"
+        )
     counts = [1] * len(times)
     after_one_more = [(time(2), pipeline) for pipeline, time in enumerate(times)]
     heapq.heapify(after_one_more)

@@ -455,7 +455,10 @@ class Engine:
             for number, name in enumerate(("norm_type", "max_norm")):
                 values = {rank: facts[number] for rank, facts in gathered.items()}
                 if len(set(values.values())) > 1:
-                    raise SettingsMismatch(f"the gradient norm's {name} differs: {in_words(values, number_in_words)}")
+                    raise SettingsMismatch(
+                        f"the gradient norm's {name} differs: {in_words(values, number_in_words)}"
+                        ". Give the same on all ranks"
+                    )
             yield
 
     def refuse_if_over(self) -> None:
@@ -465,6 +468,7 @@ class Engine:
             raise RuntimeError(
                 "this model's pipeline was closed: it keeps its weights, but runs no more steps, and saves and loads "
                 "nothing together"
+                ". Make a new model for more"
             )
 
     def prepare(

@@ -47,7 +47,9 @@ class TensorParallel:
                 "out, or merge the adapters first"
             )
         if packed_weights(model):
-            raise NotImplementedError("tensor_parallel_size cannot shard the packed weights of a quantised model")
+            raise NotImplementedError(
+                "tensor_parallel_size cannot shard the packed weights of a quantised model: leave one of the two out"
+            )
         self.region = Region(index, size)
         self._plan = plan_of(model)
         self._styles = layer_styles(model, self._plan)
@@ -172,6 +174,7 @@ class TensorParallel:
                 if loss.direct_calls != 1:
                     raise RuntimeError(
                         "the model computed its loss differently than in an earlier forward with the same kind of input"
+                        ": let it compute the same loss for inputs of one kind, or leave tensor_parallel_size out"
                     )
                 output["logits"] = region.ready.sharded_by_last_dimension(output["logits"])
             elif own_loss and loss.calls == loss.direct_calls == 1 and isinstance(output, Mapping):
@@ -201,7 +204,10 @@ class TensorParallel:
         for names in aliases:
             kinds = {found[name] for name in names if name in found}
             if len(kinds) > 1:
-                raise NotImplementedError(f"{', '.join(names)} are tied, but the plan shards them differently")
+                raise NotImplementedError(
+                    f"{', '.join(names)} are tied, but the plan shards them differently"
+                    ": give them one style in the plan"
+                )
             for name in names if kinds else ():
                 if name not in found and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
                     raise NotImplementedError(

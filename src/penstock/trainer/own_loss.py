@@ -194,7 +194,9 @@ class OwnLoss(TrainerAdapter):
             self._compute(self._trainer_view(recorder, {}), recorder, batch)
         except _ModelIsCalled as call:
             return call.arguments
-        raise not_over_pipelines(f"{self.owner.__name__}.compute_loss", "it does not call the model")
+        raise not_over_pipelines(
+            f"{self.owner.__name__}.compute_loss", "it does not call the model. Train it without pipelines"
+        )
 
     def share_of_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """This microbatch's share of the loss of the batch; on the last stage."""
@@ -385,7 +387,11 @@ class _ModelStandIn:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         if self._called:
-            raise not_over_pipelines("compute_loss", "it calls the model a second time, of which there are no outputs")
+            raise not_over_pipelines(
+                "compute_loss",
+                "it calls the model a second time, of which there are no outputs"
+                ". Let it call the model once, or train it without pipelines",
+            )
         self._called = True
         return self._outputs
 

@@ -166,9 +166,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             raise not_over_pipelines("train_sampling_strategy='batch_rebalance'", "use 'random' or 'group_by_length'")
         optim = getattr(self.args.optim, "value", self.args.optim)
         if any(word in optim for word in ("lomo", "layerwise")):
-            raise not_over_pipelines(f"{optim=}", "it steps inside the backward")
+            raise not_over_pipelines(f"{optim=}", "it steps inside the backward. Take another optim")
         if getattr(self.args.accelerator_config, "dispatch_batches", None):
-            raise not_over_pipelines("accelerator_config.dispatch_batches", "each pipeline reads its own batches")
+            raise not_over_pipelines(
+                "accelerator_config.dispatch_batches", "each pipeline reads its own batches. Leave it out"
+            )
 
     @replaces_trainer_method
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:

@@ -144,10 +144,14 @@ class EqualPipelines(Pipelines):
             trainer.model = initialize(trainer.model, self._parallelism)
         engine = self.engine
         if trainer.model.configuration is None:
-            raise ValueError("PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's")
+            raise ValueError(
+                "PipelineTrainer takes equal pipelines, but HeterogeneousParallelPlugin made this model's"
+                ": give the Trainer the whole model, and parallelism=plugin"
+            )
         if len(engine.layout.pipelines) > 1 and not trainer.args.average_tokens_across_devices:
             raise not_over_pipelines(
-                "average_tokens_across_devices=False", "a loss is always over all pipelines' batches together"
+                "average_tokens_across_devices=False",
+                "a loss is always over all pipelines' batches together. Leave it out",
             )
         # On a CPU accelerate has nothing for fp16, and the plain Trainer goes on in the model's own type.
         halves = {"bf16": torch.bfloat16, "fp16": torch.float16} if trainer.accelerator.native_amp else {}

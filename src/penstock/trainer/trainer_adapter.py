@@ -93,7 +93,11 @@ class TrainerAdapter:
         """Take up the trainer, whose own `__init__` has returned."""
         for name in ("compute_loss_func", "label_smoother"):
             if getattr(self.trainer, name, None) is not None and not self.trainer.model_accepts_loss_kwargs:
-                raise not_over_pipelines(name, "this model's forward takes no num_items_in_batch to divide the loss by")
+                raise not_over_pipelines(
+                    name,
+                    "this model's forward takes no num_items_in_batch to divide the loss by"
+                    ". Leave it out, and let the model compute its own loss",
+                )
 
     # -- a training step -------------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_ca
             names = ", ".join(sorted({value.unit for value in _values(sources)}))
             raise NotImplementedError(
                 f"what the model's code does next depends on values computed by {names}, which not every stage has"
+                ": put these and all units after them into the last stage with `stages`"
             )
 
 

@@ -396,7 +396,10 @@ def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
     """Raise `Untraceable` for an output with a leaf that is no tensor, but may hold some: ranks may differ in it."""
     for leaf in leaves:
         if not (leaf is None or isinstance(leaf, (TensorSpec, bool, int, float, str, Cache))):
-            raise Untraceable(f"the unit {unit} returns a {type(leaf).__name__}, whose tensors cannot be followed")
+            raise Untraceable(
+                f"the unit {unit} returns a {type(leaf).__name__}, whose tensors cannot be followed"
+                ": let it return tensors, or tuples, lists, dictionaries or data classes of them"
+            )
 
 
 def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:

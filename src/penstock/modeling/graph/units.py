@@ -122,7 +122,9 @@ def _units_for(
     """The units in forward order, a forward on `arguments` with them, and their shape functions."""
     units = _apart(model, _Candidates(model).found)
     if not units:
-        raise Untraceable("it has no modules that follow one another")
+        raise Untraceable(
+            "it has no modules that follow one another: make blocks of its layers, in an nn.ModuleList or nn.Sequential"
+        )
     tried = set[tuple[str, ...]]()
     for _ in range(MAX_CORRECTIONS):
         tried.add(tuple(units))
@@ -146,7 +148,10 @@ def _units_for(
         if not looked_into:
             return _ordered(model, units, found, arguments), found, functions
         units = _apart(model, [p for unit in units for p in (_parts(model, unit) if unit in looked_into else [unit])])
-    raise Untraceable("no modules were found that its forward calls as a whole")
+    raise Untraceable(
+        "no modules were found that its forward calls as a whole"
+        ": let it call its blocks themselves (block(x)), and not what is inside of them"
+    )
 
 
 def trace_units(

@@ -72,7 +72,11 @@ class StageRun:
             self._sends[outgoing] = self.received[incoming]
         for value in self._sends:
             if value is None:
-                raise RuntimeError("The model took another path than it was planned for: it skipped a unit.")
+                raise RuntimeError(
+                    "The model took another path than it was planned for: it skipped a unit. Its control flow depends "
+                    "on the contents of the inputs, or on random numbers, which a pipeline cannot follow: let it call "
+                    "the same units each time."
+                )
         return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,4 +234,5 @@ def _check_assumption(call: PlannedCall, output: Sequence[Any], expected: tuple[
         raise RuntimeError(
             f"The unit {call.unit} returned tensors of shapes {real}, but {planned} was expected of it: part of it "
             "cannot run on meta tensors and was assumed to keep its input's shape."
+            " Make that part run on meta tensors, without a look at values."
         )

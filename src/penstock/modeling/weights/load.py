@@ -84,7 +84,9 @@ def load_stage(
     del model._held, model._declared_ties
     model.__class__ = model_class
     if tensor_parallel is not None and getattr(model, "hf_quantizer", None) is not None:
-        raise NotImplementedError("tensor_parallel_size cannot shard the packed weights of a quantised model")
+        raise NotImplementedError(
+            "tensor_parallel_size cannot shard the packed weights of a quantised model: leave one of the two out"
+        )
     return finish_stage(model, adapt, stages, local_stages, info, untied)
 
 

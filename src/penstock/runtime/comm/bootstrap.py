@@ -98,11 +98,17 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
     if rank == 0:
         if not gloo.comes(all_have_come, limit):
             late = [one for one in range(1, world_size) if not store.check([f"{where}/{mine}/{one}"])]
-            raise TimeoutError(f"ranks {late} did not start within {limit}")
+            raise TimeoutError(
+                f"ranks {late} did not start within {limit}"
+                ": see their logs, and whether as many processes were started as WORLD_SIZE says"
+            )
         return mine
     store.set(f"{where}/queue/{store.add(f'{where}/queue', 1)}", mine)
     if not gloo.comes(lambda: store.check([f"{where}/{mine}"]), limit):
-        raise TimeoutError(f"rank 0 did not start within {limit}")
+        raise TimeoutError(
+            f"rank 0 did not start within {limit}"
+            ": see its log, and whether MASTER_ADDR and MASTER_PORT lead to it from here"
+        )
     start = store.get(f"{where}/{mine}").decode()
     store.set(f"{where}/{start}/{rank}", "here")
     store.add(f"{where}/{start}/here", 1)
@@ -176,7 +182,10 @@ def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
         return None
     rank, world_size, local_rank = (environment.get(name, "") for name in found[0])
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
-        raise ValueError(f"the launcher's environment says rank {rank!r} of {world_size!r} processes")
+        raise ValueError(
+            f"the launcher's environment says rank {rank!r} of {world_size!r} processes"
+            ": start with torchrun, srun or mpirun, or set RANK and WORLD_SIZE"
+        )
     place = {
         "RANK": rank,
         "WORLD_SIZE": world_size,

@@ -53,6 +53,7 @@ class Totals:
             raise ValueError(
                 f"this loss is a sum of {len(counts)} means, but over several pipelines it may be of {MAX_MEANS} "
                 "at most"
+                ": add fewer means up, or train over one pipeline"
             )
         self._counts = torch.tensor([*counts, *[0] * (MAX_MEANS - len(counts))], dtype=torch.float64)
         self._num_counts = len(counts)

@@ -73,6 +73,7 @@ class GradientNorm:
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
                 f"the gradients' total norm of order {norm_type} is {float(norm)}, so they cannot be clipped"
+                ": skip this step, or set error_if_nonfinite=False"
             )
         return norm if any(p.dtype == torch.float64 for p in self._parameters) else norm.to(torch.float32)
 

@@ -25,7 +25,10 @@ class DPO(AgainstReference):
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
         if self.trainer._is_vision_dataset:
-            raise not_over_pipelines("DPOTrainer with images", "its batches do not say which images a pair has")
+            raise not_over_pipelines(
+                "DPOTrainer with images",
+                "its batches do not say which images a pair has. Leave images out of the data set",
+            )
 
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         chosen, rejected = self.trainer.compute_ref_log_probs(self.trainer.ref_model or self.trainer.model, inputs)

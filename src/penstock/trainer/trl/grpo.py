@@ -112,7 +112,8 @@ class GRPO(OwnLoss):
         ):
             if size % group:
                 raise not_over_pipelines(
-                    f"{name} of {size} over {pipelines} pipelines", f"it must be a multiple of {group} generations"
+                    f"{name} of {size} over {pipelines} pipelines",
+                    f"it must be a multiple of {group} generations",
                 )
 
     # -- completions -----------------------------------------------------------------------------------------------
