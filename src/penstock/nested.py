@@ -60,10 +60,10 @@ def map_tensors(function: Callable[[str, torch.Tensor], Any], name: str, value: 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """All tensors in some inputs by name, those inside others too."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in inputs.items():
-        map_tensors(found.setdefault, name, value)
-    return found
+        map_tensors(tensors.setdefault, name, value)
+    return tensors
 
 
 def walkable(name: str, value: Any) -> Any:

@@ -177,8 +177,8 @@ _KINDS: dict[type, Callable[[Any], RandomSource]] = {
 
 def sources_of(names: Iterable[str], device: torch.device) -> list[RandomSource]:
     """What stands for these names (`TORCH`, ...), for a model on `device`."""
-    found = [_of_torch(generator) for generator in generators_of(device)] if TORCH in names else []
-    return [*found, *(source for name, source in _GLOBAL.items() if name in names)]
+    sources = [_of_torch(generator) for generator in generators_of(device)] if TORCH in names else []
+    return [*sources, *(source for name, source in _GLOBAL.items() if name in names)]
 
 
 def fingerprints(names: Iterable[str], device: torch.device) -> dict[str, Any]:

@@ -176,8 +176,8 @@ def _with_found_dims(model: nn.Module, options: EngineOptions, ranks: Ranks) -> 
     if known_of(model).example_inputs is None:
         return options
     find = partial(inputs_without_samples, model, options.batch_dim)
-    found = ranks.together("looking for inputs without samples", find)[0]
-    return replace(options, batch_dim={**found, **options.batch_dim})
+    dims = ranks.together("looking for inputs without samples", find)[0]
+    return replace(options, batch_dim={**dims, **options.batch_dim})
 
 
 def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[str], rank: int) -> str:
@@ -244,10 +244,10 @@ def inputs_by_name(model: nn.Module, example_inputs: Any) -> dict[str, Any]:
     if isinstance(example_inputs, torch.Tensor) or is_record(example_inputs):
         example_inputs = (example_inputs,)
     if isinstance(example_inputs, Mapping):
-        found = dict(example_inputs)
+        named = dict(example_inputs)
     elif isinstance(example_inputs, (tuple, list)):
-        found = arguments_by_name(model, tuple(example_inputs), {})
+        named = arguments_by_name(model, tuple(example_inputs), {})
     else:
         kind = type(example_inputs).__name__
         raise TypeError(f"example_inputs must be a mapping, a tuple or a tensor, got a {kind}")
-    return {name: walkable(name, value) for name, value in found.items()}
+    return {name: walkable(name, value) for name, value in named.items()}

@@ -90,8 +90,8 @@ def from_pretrained(
         configuration = replace(configuration, schedule=resolve_auto(configuration.schedule, deferring_pays=False))
     if not configuration.enable:
         whole: Any = kind.from_pretrained(path_or_name, **kwargs)
-        found: PipelineModel = whole if adapt is None else adapt(whole)
-        return found
+        adapted: PipelineModel = whole if adapt is None else adapt(whole)
+        return adapted
     model: PipelineModel = _make_in_stages(
         "from_pretrained()",
         make_skeleton,
@@ -137,7 +137,7 @@ def from_config(
             torch.manual_seed(seed)
         whole: PipelineModel = kind._from_config(model_config, **kwargs)
         return whole
-    found: PipelineModel = _make_in_stages(
+    model: PipelineModel = _make_in_stages(
         "from_config()",
         lambda: meta_model(kind, model_config, **kwargs),
         lambda stages, local, sharding: (
@@ -148,7 +148,7 @@ def from_config(
         criterion,
         example_inputs,
     )
-    return found
+    return model
 
 
 def _make_in_stages(

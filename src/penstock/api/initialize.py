@@ -140,20 +140,21 @@ def build_equal_pipelines(
     )
 
 
-def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
+def _plan(model: nn.Module, configuration: Configuration, units_and_costs: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
     """Equal pipelines, each with the model's units balanced over its stages by cost, unless the configuration has the
     stages."""
+    units, costs = units_and_costs.units, units_and_costs.costs
     asked, name = configuration.schedule, resolved_schedule(configuration.schedule, model)
-    configuration = _with_size(model, replace(configuration, schedule=name), found, ranks)
+    configuration = _with_size(model, replace(configuration, schedule=name), units_and_costs, ranks)
     if configuration.pipeline_parallel_size == 1:
         configuration = replace(configuration, schedule=resolve_auto(asked, deferring_pays=False))
-    elif asked == AUTO and _pays_in_a_v(configuration, found.costs):
+    elif asked == AUTO and _pays_in_a_v(configuration, costs):
         configuration = replace(configuration, schedule=ZERO_BUBBLE_V)
     if configuration.stages is not None:
-        bare = bare_modules(model, found.units)
+        bare = bare_modules(model, units)
         chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
         configuration = replace(configuration, stages=chosen)
-    stages, stage_to_rank, num_pipelines = plan_stages(configuration, found.units, found.costs)
+    stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
     if size > 1:
         if not isinstance(model, PreTrainedModel):
@@ -189,13 +190,13 @@ def _plan(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, 
     if configuration.microbatch_size is not None:
         in_words = f"microbatches of {configuration.microbatch_size}"
     elif asked == AUTO and in_use != PLAIN:
-        share = _predicted(in_use, configuration, found.costs) / _predicted(PLAIN, configuration, found.costs)
+        share = _predicted(in_use, configuration, costs) / _predicted(PLAIN, configuration, costs)
         in_use += f" (predicted {share:.2f} of {PLAIN}'s time)"
     return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
         options,
-        dict(zip(found.units, found.costs, strict=True)),
+        dict(zip(units, costs, strict=True)),
         [in_use] * num_pipelines,
         [in_words] * num_pipelines,
     )
@@ -229,7 +230,9 @@ def _usual_number(configuration: Configuration) -> int:
     return configuration.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * int(configuration.pipeline_parallel_size)
 
 
-def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCosts, ranks: Ranks) -> Configuration:
+def _with_size(
+    model: nn.Module, configuration: Configuration, units_and_costs: UnitsAndCosts, ranks: Ranks
+) -> Configuration:
     """The configuration with the planner's number of stages in place of "auto"; the same on all ranks."""
     if configuration.pipeline_parallel_size != "auto":
         return configuration
@@ -244,7 +247,7 @@ def _with_size(model: nn.Module, configuration: Configuration, found: UnitsAndCo
         configuration.num_microbatches,
         configuration.microbatch_size or 1,
         str(configuration.schedule),
-        found.memory,
+        units_and_costs.memory,
         configuration.loss_chunk_tokens,
         configuration.context_parallel_size,
     )

@@ -432,9 +432,13 @@ class HeterogeneousParallelPlugin:
         planner = LayoutPlanner(model, self.settings, self.resolve_schedule(model))
         facts = {**self._facts(), "the global batch size": self.global_batch_size}
         states = SharedStates(own_optimizer)
-        for name, one in (("dataloader", dataloader), ("lr_scheduler", lr_scheduler), ("loss scale", self._loss_scale)):
-            if one is not None:
-                states.register(name, one)
+        for name, value in (
+            ("dataloader", dataloader),
+            ("lr_scheduler", lr_scheduler),
+            ("loss scale", self._loss_scale),
+        ):
+            if value is not None:
+                states.register(name, value)
         generations = Generations(elastic, planner, self.tp_size, digest_of({**facts_of(model), **facts}))
         self._model = model
         try:
@@ -507,8 +511,8 @@ class HeterogeneousParallelPlugin:
             "the pipelines' schedules": [summary(schedule) for schedule in self._known_pipelines.schedules],
         }
 
-    def _plan(self, model: nn.Module, found: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
-        placed, described = self._known_pipelines, self._describe(model, found.costs)
+    def _plan(self, model: nn.Module, units_and_costs: UnitsAndCosts, ranks: Ranks) -> LayoutPlan:
+        placed, described = self._known_pipelines, self._describe(model, units_and_costs.costs)
         self._description = described
         schedules = [schedule for schedule in placed.schedules for _ in range(self.settings.context_parallel_size)]
         return LayoutPlan(

@@ -111,7 +111,7 @@ def _follows(unit: UnitReport, after: UnitReport) -> bool:
     """Whether `after` is the next entry of the same list, of the same kind, size and cost."""
     (head, _, number), (other, _, later) = unit.name.rpartition("."), after.name.rpartition(".")
     follows = number.isdigit() and later.isdigit() and head == other and int(later) == int(number) + 1
-    figures = ((one.kind, one.parameters, f"{one.cost:.2f}") for one in (unit, after))
+    figures = ((report.kind, report.parameters, f"{report.cost:.2f}") for report in (unit, after))
     return follows and next(figures) == next(figures)
 
 
@@ -138,13 +138,13 @@ def check(
     except (ValueError, OSError, ImportError):
         raise
     except Exception as error:  # of a model's own code
-        said = f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
-        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {said}")
+        message = f"{type(error).__name__}: {error}" if not isinstance(error, AssertionError) else str(error)
+        return Report(str(getattr(subject, "__name__", subject)), 0, reason=f"it cannot be built: {message}")
     aliases = alias_groups(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = type(model).__name__
     try:
-        units, found, _, used = traced_units(model, inputs)
+        units, traced, _, used = traced_units(model, inputs)
     except InputsNeeded as error:
         return Report(name, parameters, inputs_needed=error.reason)
     except NotImplementedError as error:
@@ -166,7 +166,7 @@ def check(
             UnitReport(unit, type(module).__name__, size, cost)
             for unit, module, size, cost in zip(units, modules, sizes, costs, strict=True)
         ),
-        boundaries=tuple(boundary_before(found, units, index) for index in range(1, len(units))),
+        boundaries=tuple(boundary_before(traced, units, index) for index in range(1, len(units))),
         samples=counted_samples(model),
         ties=tuple(names for names, stages in holders.items() if len(stages) > 1),
         everywhere=tuple(names[0] for names, stages in holders.items() if None in stages),
@@ -196,6 +196,6 @@ def _class_beside(config: PretrainedConfig, checkpoint: str) -> type[PreTrainedM
     wrote = (config.architectures or [None])[0]
     for reference in (getattr(config, "auto_map", None) or {}).values():
         if isinstance(reference, str) and wrote is not None and reference.endswith(f".{wrote}"):
-            found: type[PreTrainedModel] = get_class_from_dynamic_module(reference, checkpoint)
-            return found
+            cls: type[PreTrainedModel] = get_class_from_dynamic_module(reference, checkpoint)
+            return cls
     return None

@@ -124,10 +124,10 @@ class Comparison:
                     ours = replace(ours, losses=dict(zip(ours.losses, totals, strict=True)))
         except Exception as error:
             return [_failed("training", error)]
-        said = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
+        messages = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
         self.model, context = model, model.pipeline.context
         ranks = Ranks(context.groups.world_control, context.board.guard)
-        told = ranks.exchange(said, "comparing warnings")  # only the rank with the loss warns of it
+        told = ranks.exchange(messages, "comparing warnings")  # only the rank with the loss warns of it
         self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in told for text in texts), "")
         self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, _tensors(model)
         tries: dict[str, Callable[[], Row | None]] = {
@@ -220,21 +220,21 @@ class Comparison:
         self.model.eval()
         with torch.no_grad():
             output = self.model(**self.inputs)
-        found = _outputs(output.original() if isinstance(output, NamedOutput) else output)
+        ours = _outputs(output.original() if isinstance(output, NamedOutput) else output)
         if self.criterion is not None:
-            found["loss"] = output.loss
-        return self._row("evaluation", found, self._evaluated)
+            ours["loss"] = output.loss
+        return self._row("evaluation", ours, self._evaluated)
 
     def _evaluated(self, run: TrainingResult) -> Named:
         run.model.eval()
         with torch.no_grad():
-            found = _outputs(run.model(**taken(run.model, self.inputs)))
+            theirs = _outputs(run.model(**taken(run.model, self.inputs)))
             if len(run.pieces) > 1:  # a router's balance, say, is that of each microbatch
-                found = {name: value for name, value in found.items() if value.dim() or name == "loss"}
-            if self.criterion is not None or "loss" in found:
+                theirs = {name: value for name, value in theirs.items() if value.dim() or name == "loss"}
+            if self.criterion is not None or "loss" in theirs:
                 losses = [self._loss(run.model, inputs) * share for inputs, share in run.pieces]
-                found["loss"] = torch.stack(losses).sum()
-        return found
+                theirs["loss"] = torch.stack(losses).sum()
+        return theirs
 
     def _tokens(self) -> Row | None:
         """Greedy tokens, of a model of transformers that generates, for the first microbatch without padding, which
@@ -255,8 +255,8 @@ class Comparison:
             self.whole.model.eval().generate(**prompt, **options)
         except Exception as error:
             return Row("tokens", NOT_TRIED, reason=f"generate() does not run unsplit ({_short(error)})")
-        found = {"": self.model.generate(**prompt, **options)}
-        return self._row("tokens", found, lambda run: {"": run.model.eval().generate(**prompt, **options)})
+        ours = {"": self.model.generate(**prompt, **options)}
+        return self._row("tokens", ours, lambda run: {"": run.model.eval().generate(**prompt, **options)})
 
     def _checkpoint(self, folder: Path) -> Row:
         """The weights of an ordinary checkpoint, read without Penstock: bit for bit those that were saved."""

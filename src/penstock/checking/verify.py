@@ -122,8 +122,8 @@ def verify(
         rdzv_backend="c10d", rdzv_endpoint="localhost:0", monitor_interval=0.05,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        found = elastic_launch(launch, _on_rank)(make, batch, configuration, criterion, steps, Path(folder))
-    outcomes = [found[rank] for rank in sorted(found)]
+        by_rank = elastic_launch(launch, _on_rank)(make, batch, configuration, criterion, steps, Path(folder))
+    outcomes = [by_rank[rank] for rank in sorted(by_rank)]
     if isinstance(outcomes[0], str):
         raise ValueError(outcomes[0])
     return Verification(outcomes[0][0], worst([row for _, rows in outcomes for row in rows]))

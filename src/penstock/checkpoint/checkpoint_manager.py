@@ -129,15 +129,19 @@ class CheckpointManager:
     def newest(self, objects: Mapping[str, Any]) -> tuple[int, str] | None:
         """Step and path of the newest whole checkpoint, as this process sees it; None if there is none, or if what it
         saves is without one of the run's `objects`."""
-        known = [id(one) for one in self._state.values()]
+        known = [id(value) for value in self._state.values()]
         objects = {"optimizer": self._state["optimizer"] or self, **objects}
-        if missing := [name for name, one in objects.items() if id(one) not in known]:
+        if missing := [name for name, value in objects.items() if id(value) not in known]:
             logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
             return None
         if not os.path.isdir(self.folder):
             return None
-        found = (one for one in find_checkpoints(self.folder) if one.fault is None and one.step is not None)
-        return next(((one.step or 0, one.path) for one in found), None)
+        checkpoints = (
+            checkpoint
+            for checkpoint in find_checkpoints(self.folder)
+            if checkpoint.fault is None and checkpoint.step is not None
+        )
+        return next(((checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints), None)
 
     def go_back(self, step: int) -> None:
         """Load the checkpoint of a step into a run under way; iterations of its loader go back as well.
@@ -223,7 +227,7 @@ class CheckpointManager:
 
     def _anyone_signalled(self, step: int) -> tuple[int, int] | None:
         """The first rank that was signalled, and the signal's number; the same on all ranks."""
-        said = self._participants.compare(step, self._signalled)
-        if len(steps := {theirs for theirs, _ in said.values()}) > 1:
+        facts_by_rank = self._participants.compare(step, self._signalled)
+        if len(steps := {theirs for theirs, _ in facts_by_rank.values()}) > 1:
             raise ValueError(f"the ranks are at different steps: {sorted(steps)}; every rank must save the same one")
-        return next(((rank, number) for rank, (_, number) in sorted(said.items()) if number), None)
+        return next(((rank, number) for rank, (_, number) in sorted(facts_by_rank.items()) if number), None)

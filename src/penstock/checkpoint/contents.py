@@ -93,20 +93,20 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
         names = os.listdir(folder)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
-    steps = {int(found[1]): name for name in names if (found := _STEP.fullmatch(name))}
+    steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
     every = [FoundCheckpoint(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
-    return [one for one in every if is_directory(one.path)]
+    return [checkpoint for checkpoint in every if is_directory(checkpoint.path)]
 
 
 def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
     """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
     Only a checkpoint's own files are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
-        left, older, found = keep_last, list[str](), find_checkpoints(folder)
-        for one in found if len(found) > keep_last else ():
+        left, older, checkpoints = keep_last, list[str](), find_checkpoints(folder)
+        for checkpoint in checkpoints if len(checkpoints) > keep_last else ():
             if left == 0:
-                older.append(one.path)
-            elif one.step is not None and one.fault is None:
+                older.append(checkpoint.path)
+            elif checkpoint.step is not None and checkpoint.fault is None:
                 left -= 1
         if older:  # the newer ones' folders are on disk first, should the machine lose power
             flush_file(os.fspath(folder))
@@ -135,10 +135,10 @@ def remove_checkpoint(path: str) -> None:
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
     """The folder itself if it is a checkpoint, else its newest whole one. Raises CheckpointError if there is none."""
     reasons = ""
-    for one in find_checkpoints(folder):
-        if (fault := one.fault) is None:
-            return one.path
-        reasons += f"; {one.path}: {fault}"
+    for checkpoint in find_checkpoints(folder):
+        if (fault := checkpoint.fault) is None:
+            return checkpoint.path
+        reasons += f"; {checkpoint.path}: {fault}"
     raise CheckpointError(f"{os.path.abspath(folder)} holds no whole checkpoint{reasons}")
 
 
@@ -148,17 +148,17 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
 def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[dict[str, Any]]:
     """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`. Raises
     CheckpointError if there is no such folder, or nothing in it."""
-    found = find_checkpoints(folder)
-    if not found:
+    checkpoints = find_checkpoints(folder)
+    if not checkpoints:
         raise CheckpointError(
             f"{os.path.abspath(folder)} holds no checkpoint"
             ": name the folder that was given to save_checkpoint or save_parallelized"
         )
     return [
-        inspect_checkpoint(one.path, values)
-        if (fault := one.fault) is None
-        else {"path": one.path, "step": one.step, "whole": False, "faults": [fault]}
-        for one in found
+        inspect_checkpoint(checkpoint.path, values)
+        if (fault := checkpoint.fault) is None
+        else {"path": checkpoint.path, "step": checkpoint.step, "whole": False, "faults": [fault]}
+        for checkpoint in checkpoints
     ]
 
 
@@ -221,7 +221,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
             continue
         seen.add(name)
         shape, dtype = reader.whole_shape(name), location.info.dtype
-        own = set[str]().union(*(states.get(one, set()) for one in {name, *ties.get(name, ())}))
+        own = set[str]().union(*(states.get(alias, set()) for alias in {name, *ties.get(name, ())}))
         yield {
             "name": name,
             "shape": list(shape),

@@ -211,8 +211,8 @@ def tell_reports(
     ranks: CheckpointRanks, what: str, report: Callable[[], SavingReport], unchanged: str = ""
 ) -> list[SavingReport]:
     """Make a report on every rank; returns every rank's. See `CheckpointRanks.together`."""
-    said = ranks.together(f"comparing what ranks hold, to {what}", lambda: asdict(report()), unchanged)
-    return [typed(SavingReport, one, f"what rank {rank} says") for rank, one in enumerate(said)]
+    by_rank = ranks.together(f"comparing what ranks hold, to {what}", lambda: asdict(report()), unchanged)
+    return [typed(SavingReport, report, f"what rank {rank} says") for rank, report in enumerate(by_rank)]
 
 
 def each_file(
@@ -386,6 +386,6 @@ class CheckpointRanks(Ranks):
         alike: dict[str, list[int]] = {}
         for rank, (words, _) in failed.items():
             alike.setdefault(words, []).append(rank)
-        said = "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in alike.items())
+        failures = "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in alike.items())
         kind = CheckpointMismatch if all(is_mismatch for _, is_mismatch in failed.values()) else CheckpointError
-        raise kind(f"{doing} failed: {said}" + (f"; {unchanged}" if unchanged else "")) from own
+        raise kind(f"{doing} failed: {failures}" + (f"; {unchanged}" if unchanged else "")) from own

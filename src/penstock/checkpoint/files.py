@@ -55,7 +55,7 @@ def write_tensors(
     if background is None:
         with BackgroundWork() as background:
             return write_tensors(path, tensors, save_function, background, metadata, plain)
-    infos = {name: {"shape": list(one.shape), "dtype": dtype_name(one.dtype)} for name, one in tensors.items()}
+    infos = {name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)} for name, tensor in tensors.items()}
     storages = {tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}
     explained = partial(writing, path, f"{len(tensors)} tensors", sum(storages.values()))
     background.do(partial(_add_checksums, infos, tensors))
@@ -141,16 +141,16 @@ def _error_number(error: BaseException | None) -> int | None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno
         # safetensors is written in Rust.
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            return int(found[1])
+        if match := re.search(r"\(os error (\d+)\)", str(error)):
+            return int(match[1])
         error = error.__cause__ or error.__context__
     return None
 
 
 def _free_bytes(folder: str) -> int | None:
     with contextlib.suppress(OSError):
-        found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        system = os.statvfs(folder)
+        return system.f_bavail * system.f_frsize
     return None
 
 

@@ -92,9 +92,11 @@ class ModelFormat(SaveFormat):
         are tied that the model does not declare as tied."""
         model, options = self.model, self.options
         told = [report.metadata for report in reports if report.metadata]
-        self.metadata = {name: text for one in told for name, text in one.items()}
+        self.metadata = {name: text for metadata in told for name, text in metadata.items()}
         if told:  # torchao's list of what it has packed
-            self.metadata["tensor_names"] = json.dumps([n for one in told for n in json.loads(one["tensor_names"])])
+            self.metadata["tensor_names"] = json.dumps(
+                [n for metadata in told for n in json.loads(metadata["tensor_names"])]
+            )
         sources = first_holders(reports, shards_of(model))
         order = {name: place for place, name in enumerate(whole_state(model))}
         packed = {name.removesuffix(".weight") for name in packed_weights(model)}
@@ -109,7 +111,9 @@ class ModelFormat(SaveFormat):
         outputs, origin = dict(inputs), {name: frozenset({name}) for name in names}
         if self._reverted:
             with followed(inputs) as origin_of:
-                outputs = {name: one.contiguous() for name, one in revert_weight_conversion(model, inputs).items()}
+                outputs = {
+                    name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, inputs).items()
+                }
             origin = {name: origin_of(tensor) for name, tensor in outputs.items()}
         single, _ = weight_file_names(options.extension, options.variant, self.diffusers)
         stem, _, extension = single.rpartition(".")
@@ -163,13 +167,13 @@ class ModelFormat(SaveFormat):
         if self.index is not None:
             start, shards = index, self.files
             write_index(folder, index, self.index["weight_map"], self.index["metadata"])
-        found = sorted(os.listdir(directory))
-        read_first = [name for name in reversed(search_order[: search_order.index(start)]) if name in found]
-        old = [index] if index in found and index != start else []
+        names_there = sorted(os.listdir(directory))
+        read_first = [name for name in reversed(search_order[: search_order.index(start)]) if name in names_there]
+        old = [index] if index in names_there and index != start else []
         # A safetensors checkpoint hides a .bin one that may stand beside it, but does not replace it.
-        replaced = [index] if options.safe_serialization else [one for _, one in names.values()]
-        for name in found:
-            is_old = name not in self.files and any(is_shard(name, one) for one in replaced)
+        replaced = [index] if options.safe_serialization else [name for _, name in names.values()]
+        for name in names_there:
+            is_old = name not in self.files and any(is_shard(name, replaced_name) for replaced_name in replaced)
             if is_old and is_regular(os.path.join(directory, name)):
                 old.append(name)
         return Replacement(self.sides, [start], shards, read_first, old)
@@ -207,7 +211,9 @@ def followed(inputs: Mapping[str, torch.Tensor]) -> Iterator[Callable[[torch.Ten
     with DataFlow(position=lambda: 0) as flow:
         for name, tensor in inputs.items():
             flow.mark(tensor, (ForwardArgument(name),))
-        yield lambda tensor: frozenset(one.name for one in flow.sources(tensor) if isinstance(one, ForwardArgument))
+        yield lambda tensor: frozenset(
+            source.name for source in flow.sources(tensor) if isinstance(source, ForwardArgument)
+        )
 
 
 State = Mapping[str, torch.Tensor]
@@ -233,7 +239,7 @@ class AdapterFormat(SaveFormat):
         if not place.is_leader:
             return report
         whole = whole_state(self.model)
-        state = {name: outline(one) for name, one in whole.items() if isinstance(one, torch.Tensor)}
+        state = {name: outline(tensor) for name, tensor in whole.items() if isinstance(tensor, torch.Tensor)}
         with shown_whole(self.model), followed(state) as origin_of:
             origins = [origin_of(tensor) for tensor in self.select(state).values()]
         needed = frozenset[str]().union(*origins)
@@ -355,7 +361,7 @@ class ParallelFormat(SaveFormat):
             parameter = first.get(parameter, parameter)
             return parameter, state, place.tensor_parallel_rank if parameter in shards else 0
 
-        before = [reports[one] for one in writers[: writers.index(rank)]]
+        before = [reports[writer] for writer in writers[: writers.index(rank)]]
         written = {key(name, report.place) for report in before for name in report.to_write}
         return {
             part: {name: tensor for name, tensor in tensors.items() if key(name, self._place) not in written}
@@ -372,7 +378,9 @@ class ParallelFormat(SaveFormat):
         # torch's format knows that two names are one tensor, so a .bin file is the whole state dict of its rank.
         if self.options.safe_serialization:
             first, stored = first_of_tied(tied_groups(self.model)), dict[tuple[str, int], str]()
-            tensors = {n: one for n, one in tensors.items() if stored.setdefault((first.get(n, n), id(one)), n) == n}
+            tensors = {
+                n: tensor for n, tensor in tensors.items() if stored.setdefault((first.get(n, n), id(tensor)), n) == n
+            }
         infos = write_tensors(path, tensors, self.options.save_function, background)
         return entry | {"size": os.path.getsize(path), "tensors": infos}
 
@@ -389,21 +397,23 @@ class ParallelFormat(SaveFormat):
         )
         _warn_of_drift(manifest)
         options = self.options
-        table, found = manifest_name(options.variant), sorted(os.listdir(directory))
-        indices = {one: weight_file_names(one, options.variant, self.diffusers)[1] for one in EXTENSIONS}
+        table, names_there = manifest_name(options.variant), sorted(os.listdir(directory))
+        indices = {
+            extension: weight_file_names(extension, options.variant, self.diffusers)[1] for extension in EXTENSIONS
+        }
         starts, old = [table], list[str]()
         # That of an ordinary checkpoint stays, as its shards do.
         for name in indices.values():
-            if name in found and _leads_to_rank_files(os.path.join(directory, name), options.variant):
+            if name in names_there and _leads_to_rank_files(os.path.join(directory, name), options.variant):
                 old.append(name)
         write_bytes(os.path.join(folder, table), manifest.dump())
         if self._has_index:
-            places = {name: file for file, one in entries.items() if one.part == MODEL for name in one.tensors}
+            places = {name: file for file, entry in entries.items() if entry.part == MODEL for name in entry.tensors}
             index = indices[options.extension]
             write_index(folder, index, places)
             starts.append(index)
             old = [name for name in old if name != index]
-        for name in found if table in found else ():
+        for name in names_there if table in names_there else ():
             is_old = name not in entries and is_rank_file(name, options.variant)
             if is_old and is_regular(os.path.join(directory, name)):
                 old.append(name)

@@ -132,10 +132,10 @@ class _CheckpointValues(Mapping[str, Any]):
 def saved_sources(manifest: Manifest, reader: CheckpointReader) -> dict[str, str]:
     """For each name of the saved model, the name under which the checkpoint has it; of a tied weight that of its first
     holder."""
-    found = reader.locations
-    sources = {name: name for name in found}
+    locations = reader.locations
+    sources = {name: name for name in locations}
     for group in manifest.tied:
-        present = sorted((name for name in group if name in found), key=lambda name: found[name].pipeline_rank)
+        present = sorted((name for name in group if name in locations), key=lambda name: locations[name].pipeline_rank)
         sources.update(dict.fromkeys(group, present[0]) if present else {})
     return sources
 
@@ -144,12 +144,12 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
     """For each name of the unsplit model, the name under which the checkpoint has it. Raises CheckpointMismatch if its
     weights are not those of the checkpoint. The whole model is compared, so that every rank finds the same fault."""
     whole, registered = of_run(model, whole_state(model)), registered_names(model)
-    found = reader.locations
+    locations = reader.locations
     saved = {own_name(name): source for name, source in saved_sources(manifest, reader).items()}
     sources = {name: source for name, source in saved.items() if name in whole}
     for group in tied_groups(model):
         candidates = list(dict.fromkeys(sources[name] for name in group if name in sources))
-        if len({found[name].info for name in candidates}) > 1:
+        if len({locations[name].info for name in candidates}) > 1:
             raise CheckpointMismatch(
                 f"{directory} has different values for {candidates}, which the model ties together"
                 ": untie them in the model that is to be loaded (tie_word_embeddings=False in its configuration)"
@@ -157,7 +157,7 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
         sources.update({name: candidates[0] for name in group if name in whole and candidates})
 
     aliases = {name for group in manifest.tied for name in group}
-    foreign = [name for name in found if own_name(name) not in whole and name not in aliases]
+    foreign = [name for name in locations if own_name(name) not in whole and name not in aliases]
     _refuse(directory, "lacks tensors of the model", [name for name in whole if name not in sources])
     _refuse(directory, "has tensors that the model does not have", foreign)
     shapes, types = list[str](), list[str]()
@@ -166,7 +166,7 @@ def match(model: nn.Module, manifest: Manifest, reader: CheckpointReader, direct
         shape, expected = reader.whole_shape(sources[name]), whole_shape(model, name, tensor)
         if shape != expected:
             shapes.append(f"{name}: {list(shape)} in the checkpoint, {list(expected)} in the model")
-        there, here = found[sources[name]].info.dtype, tensor.dtype
+        there, here = locations[sources[name]].info.dtype, tensor.dtype
         # Integers do not become weights.
         if (DTYPES[there].is_floating_point, DTYPES[there].is_complex) != (here.is_floating_point, here.is_complex):
             types.append(f"{name}: {there} in the checkpoint, {dtype_name(here)} in the model")
@@ -208,9 +208,9 @@ def load_ordinary(
         files = check_ordinary(directory)
         try:
             if isinstance(model, PreTrainedModel):
-                found, missing, unexpected = _of_stages(model, directory, model_class, stages, local_stages)
+                tensors, missing, unexpected = _of_stages(model, directory, model_class, stages, local_stages)
             else:
-                found, missing, unexpected = _of_module(model, files)
+                tensors, missing, unexpected = _of_module(model, files)
         except CheckpointError:
             raise
         except Exception as error:
@@ -220,10 +220,10 @@ def load_ordinary(
             if names:
                 raise CheckpointError(f"{directory} {what} {', '.join(list(names)[:_SHOWN])}")
         for name, target in parts_of_state(model)[0].items():
-            if name in found and found[name].shape != target.shape:
-                shapes = f"{list(found[name].shape)} in the checkpoint, {list(target.shape)} in the model"
+            if name in tensors and tensors[name].shape != target.shape:
+                shapes = f"{list(tensors[name].shape)} in the checkpoint, {list(target.shape)} in the model"
                 raise CheckpointError(f"{directory} has another shape of {name}: {shapes}")
-        loaded.append(found)
+        loaded.append(tensors)
 
     world_comm.together(f"reading the files to load {directory}", read)
     fill(model, loaded[0])
@@ -258,7 +258,7 @@ def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
     read = {name: tensor for path in files for name, tensor in open_tensors(locate(path), path).items()}
     tensors = dict(read)
     for group in tied_groups(model):  # a file may have one of the names alone
-        tensors.update((name, read[one]) for one in group if one in read for name in group if name not in read)
+        tensors.update((name, read[alias]) for alias in group if alias in read for name in group if name not in read)
     values, whole = as_values(tensors), whole_state(model)
     unknown = [name for name in map(own_name, read) if name not in whole]
     return values, [name for name in whole if name not in values], unknown
@@ -304,12 +304,12 @@ def _check_index(directory: str, path: str, extension: str) -> list[str]:
 
 def _check_weights(path: str) -> str:
     try:
-        found = locate(path)
+        place = locate(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     if path.endswith(".safetensors"):
-        open_tensors(found, path)
-    elif zipfile.is_zipfile(found):  # files of old versions of torch are none
+        open_tensors(place, path)
+    elif zipfile.is_zipfile(place):  # files of old versions of torch are none
         with open_plain(path) as file:
             check_archive(file, path)
     return path
@@ -337,7 +337,7 @@ def load_adapters(
     or does not fit. No rank's model has changed then."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
 
     def read() -> None:
         for name, folder in folders.items():
@@ -349,7 +349,7 @@ def load_adapters(
                 raise cannot_read(folder, error) from None
             with shown_whole(model):
                 every = model.state_dict()
-                whole = {key: outline(one) for key, one in every.items() if isinstance(one, torch.Tensor)}
+                whole = {key: outline(tensor) for key, tensor in every.items() if isinstance(tensor, torch.Tensor)}
                 wanted = get_peft_model_state_dict(model, whole, name, save_embedding_layers=False)
             state = _under_names_of(wanted, state)
             lacking = [key for key in wanted if key not in state] if strict else []
@@ -359,10 +359,10 @@ def load_adapters(
                 if key in state and state[key].shape != tensor.shape:
                     shapes = f"{list(state[key].shape)} in the file, {list(tensor.shape)} in the model"
                     raise CheckpointError(f"{folder} has another shape of {key}: {shapes}")
-            found[name] = state
+            states[name] = state
 
     world_comm.together(f"reading the adapters to load {', '.join(folders.values())}", read)
-    for name, state in found.items():
+    for name, state in states.items():
         set_peft_model_state_dict(model, state, adapter_name=name)
 
 

@@ -89,8 +89,8 @@ def common_file_name(variant: str | None) -> str:
 
 def is_rank_file(name: str, variant: str | None) -> bool:
     """Whether `name` is that of a file of a parallel checkpoint, other than its table of contents."""
-    found = _RANK_FILE.fullmatch(name)
-    return found is not None and (found[1] or found[2]) == variant
+    match = _RANK_FILE.fullmatch(name)
+    return match is not None and (match[1] or match[2]) == variant
 
 
 def is_diffusers(directory: str) -> bool:
@@ -108,9 +108,9 @@ def weight_file_names(extension: str, variant: str | None, diffusers: bool = Fal
 
 def is_shard(name: str, index: str) -> bool:
     """Whether `name` is that of one of the files of weights to which an index of the name `index` leads."""
-    if (found := INDEX.fullmatch(index)) is None:
+    if (match := INDEX.fullmatch(index)) is None:
         return False
-    stem, extension, middle = map(re.escape, found.groups(""))
+    stem, extension, middle = map(re.escape, match.groups(""))
     return re.fullmatch(rf"{stem}{middle}-\d{{5}}-of-\d{{5}}{extension}", name, re.ASCII) is not None
 
 
@@ -232,9 +232,9 @@ def read_manifest(directory: str, variant: str | None = None) -> Manifest:
 def _missing(directory: str, path: str) -> str:
     if not os.path.isdir(directory):
         return f"{directory} is no directory"
-    found = sorted(name for name in os.listdir(directory) if name.endswith(EXTENSIONS) and name.isprintable())
-    others = ", ".join(found[:_SHOWN])
-    hint = f", but {others}: load an ordinary or merged checkpoint with from_pretrained" if found else ""
+    files = sorted(name for name in os.listdir(directory) if name.endswith(EXTENSIONS) and name.isprintable())
+    others = ", ".join(files[:_SHOWN])
+    hint = f", but {others}: load an ordinary or merged checkpoint with from_pretrained" if files else ""
     return f"{path} is missing: {directory} holds no parallel checkpoint{hint}"
 
 

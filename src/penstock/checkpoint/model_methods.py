@@ -138,7 +138,7 @@ def checkpoint_ranks(pipeline: Engine | None) -> CheckpointRanks:
         pipeline.context.groups.world_control,
         pipeline.board.guard,
         SavingRank(
-            sum(one.num_ranks for one in pipeline.layout.pipelines[: place.pipeline]) + place.pipeline_rank,
+            sum(before.num_ranks for before in pipeline.layout.pipelines[: place.pipeline]) + place.pipeline_rank,
             pipeline.context.pipeline.num_ranks,
             place.pipeline,
             place.tensor_parallel_rank,
@@ -182,7 +182,7 @@ class _WholeModel(SaveFormat):
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, shards = writers_of(reports)[0], shards_of(self.model)
         sources = first_holders(reports, shards)
-        lacking = {name: one for name, one in sources.items() if one.ranks[0] != leader or name in shards}
+        lacking = {name: source for name, source in sources.items() if source.ranks[0] != leader or name in shards}
         return [FileSpec("the whole model", leader, lacking)]
 
 

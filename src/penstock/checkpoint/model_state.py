@@ -56,7 +56,7 @@ def as_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def as_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The inverse of `as_tensors`. Raises CheckpointError for bytes that it has not made."""
-    return {own_name(n): _decoded(n, one) if n.endswith(MARK) else one for n, one in tensors.items()}
+    return {own_name(n): _decoded(n, tensor) if n.endswith(MARK) else tensor for n, tensor in tensors.items()}
 
 
 def _encoded(name: str, value: Any) -> torch.Tensor:

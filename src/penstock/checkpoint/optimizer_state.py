@@ -44,21 +44,25 @@ def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
     """Whether this rank keeps the state of a parameter: with a sharded optimizer not each of its holders does."""
     engine = known_of(model).engine
     held = () if engine is None else engine.held
-    others = {id(one.parameter) for one in held if one.owners and engine.rank not in one.owners}
+    others = {id(weight.parameter) for weight in held if weight.owners and engine.rank not in weight.owners}
     return lambda parameter: id(parameter) not in others
 
 
-def written_elsewhere(model: nn.Module, found: OptimizerState) -> OptimizerState:
+def written_elsewhere(model: nn.Module, collected: OptimizerState) -> OptimizerState:
     """What a rank of another pipeline than the first holds, no rank of the first keeps, and so this one writes."""
     engine = known_of(model).engine
     held, first = ((), set()) if engine is None else (engine.held, set(engine.layout.pipelines[0].ranks()))
     index = 0 if engine is None else engine.place.tensor_parallel_rank
-    alone = [one for one in held if one.owners and first.isdisjoint(one.owners) and one.counted_by(engine.rank, index)]
+    alone = [
+        weight
+        for weight in held
+        if weight.owners and first.isdisjoint(weight.owners) and weight.counted_by(engine.rank, index)
+    ]
     names = logical_names(model)
-    mine = {names[id(one.parameter)] for one in alone}
+    mine = {names[id(weight.parameter)] for weight in alone}
     return OptimizerState(
-        values={name: state for name, state in found.values.items() if name in mine},
-        tensors={name: one for name, one in found.tensors.items() if name.partition(SEPARATOR)[0] in mine},
+        values={name: state for name, state in collected.values.items() if name in mine},
+        tensors={name: tensor for name, tensor in collected.tensors.items() if name.partition(SEPARATOR)[0] in mine},
     )
 
 
@@ -73,10 +77,10 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here. Raises
     CheckpointError for a parameter that is not the model's, or a state that cannot be saved."""
     names = logical_names(model)
-    found = OptimizerState()
+    state = OptimizerState()
     for group in optimizer.param_groups:
-        found.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        found.members.append([])
+        state.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        state.members.append([])
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
@@ -87,19 +91,19 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
                         ": make the optimizer of model.parameters() alone"
                     )
                 continue
-            found.members[-1].append(name)
+            state.members[-1].append(name)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    found.tensors[f"{name}{SEPARATOR}{key}"] = value
+                    state.tensors[f"{name}{SEPARATOR}{key}"] = value
                 elif value is None or isinstance(value, (bool, int, float, str)):
-                    found.values.setdefault(name, {})[key] = value
+                    state.values.setdefault(name, {})[key] = value
                 else:
                     kind = type(value).__name__
                     raise CheckpointError(
                         f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number"
                         ". Take an optimizer whose state is of these"
                     )
-    return found
+    return state
 
 
 def restore_optimizer(
@@ -185,7 +189,7 @@ def reshardings_of(
     `saved_shapes` are those of the first tensor-parallel rank of the saving run. Raises CheckpointError if a state of
     another shape belongs to a parameter that is sharded otherwise than it was."""
     parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
-    found: dict[str, Resharding] = {}
+    reshardings: dict[str, Resharding] = {}
     keeps = keeps_state(model)
     for key, shape in saved_shapes.items():
         name = key.partition(SEPARATOR)[0]
@@ -195,15 +199,15 @@ def reshardings_of(
         sharding = Resharding(saved_sharding(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
         part = whole if sharding.saved is None else tuple(sharding.saved.shape(whole, manifest.tensor_parallel_size))
         if tuple(shape) == part:
-            found[key] = sharding
+            reshardings[key] = sharding
         elif math.prod(shape) == 1:  # a count of steps
-            found[key] = Resharding()
+            reshardings[key] = Resharding()
         elif sharding == Resharding() or (sharding.saved == sharding.wanted and manifest.tensor_parallel_size == size):
-            found[key] = sharding
+            reshardings[key] = sharding
         else:
             raise CheckpointMismatch(
                 f"cannot shard the state {key} for tensor_parallel_size {size}: it was saved with "
                 f"{manifest.tensor_parallel_size} and the shape {list(shape)}, where the parameter has {list(part)}"
                 f". Resume with tensor_parallel_size {manifest.tensor_parallel_size}, or load without the optimizer"
             )
-    return found
+    return reshardings

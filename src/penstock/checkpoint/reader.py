@@ -106,14 +106,14 @@ class CheckpointReader:
 
     def _shard(self, name: str, rank: int) -> Location:
         """Where a tensor-parallel rank's shard is, which must be like the first rank's."""
-        found, expected = self._shards[rank].get(name), self.locations[name].info
-        if found is None or (found.info.shape, found.info.dtype) != (expected.shape, expected.dtype):
-            has = "nothing" if found is None else f"{found.info.dtype} of shape {list(found.info.shape)}"
+        location, expected = self._shards[rank].get(name), self.locations[name].info
+        if location is None or (location.info.shape, location.info.dtype) != (expected.shape, expected.dtype):
+            has = "nothing" if location is None else f"{location.info.dtype} of shape {list(location.info.shape)}"
             raise CheckpointError(
                 f"the checkpoint's table of contents is damaged: for tensor_parallel_rank {rank} it has {has} as "
                 f"{name}, expected {expected.dtype} of shape {list(expected.shape)}, as for the first"
             )
-        return found
+        return location
 
     def _read(self, location: Location) -> torch.Tensor:
         if location.file_name not in self._open:
@@ -130,7 +130,7 @@ class CheckpointReader:
 def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
     """Where the files of each tensor-parallel rank have which tensor. What several ranks of a pipeline hold is read
     from the first of them, by everybody."""
-    found: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
+    locations: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
     order = attrgetter("pipeline_rank", "tensor_parallel_rank")
     for file_name, entry in sorted(manifest.files.items(), key=lambda item: order(item[1])):
         names = {name: name for name in entry.tensors} | entry.aliases if entry.part == part else {}
@@ -138,7 +138,7 @@ def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
             if stored not in entry.tensors:  # of a damaged table: the name is then found to be lacking
                 continue
             location = Location(file_name, entry.pipeline_rank, stored, entry.tensors[stored])
-            found[entry.tensor_parallel_rank].setdefault(name, location)
+            locations[entry.tensor_parallel_rank].setdefault(name, location)
             if name.partition(SEPARATOR)[0] not in manifest.shards:  # whole, whichever of the ranks has written it
-                found[0].setdefault(name, location)
-    return found
+                locations[0].setdefault(name, location)
+    return locations

@@ -82,10 +82,10 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
     it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
     for target in (*what.sides, *what.starts, *what.files, *what.read_first, *what.old):
         path = os.path.join(directory, target)
-        found = kind_of(path)
-        if found not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
+        kind = kind_of(path)
+        if kind not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
             raise CheckpointError(
-                f"cannot replace {path}: it is {found}, and is in the way of the checkpoint's file"
+                f"cannot replace {path}: it is {kind}, and is in the way of the checkpoint's file"
                 ". Move it away, or save to another folder"
             )
     folder = os.path.join(directory, staging)
@@ -111,10 +111,10 @@ def _put_in_place(directory: str, staging: str, files: Collection[str], indices:
     folder = os.path.join(directory, staging)
     for name in files:
         staged, final = os.path.join(folder, name), os.path.join(directory, name)
-        found = kind_of(staged)
-        if found not in (None, "a regular file"):
-            raise CheckpointError(f"{staged} is {found}, expected a regular file that an interrupted save left")
-        if found is not None:
+        kind = kind_of(staged)
+        if kind not in (None, "a regular file"):
+            raise CheckpointError(f"{staged} is {kind}, expected a regular file that an interrupted save left")
+        if kind is not None:
             _publish(staged, final) if indices else _replace(staged, final)
     flush_file(directory)
     for name in indices:
@@ -134,8 +134,8 @@ def write_index(
 
 def read_index(path: str) -> dict[str, str]:
     """Which file has which tensor, as an index of transformers says. Raises CheckpointError."""
-    found: WeightIndex = typed(WeightIndex, read_json(path), path)
-    return found.weight_map
+    index: WeightIndex = typed(WeightIndex, read_json(path), path)
+    return index.weight_map
 
 
 @dataclass(frozen=True)

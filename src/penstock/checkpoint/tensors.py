@@ -58,7 +58,9 @@ def of_run(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     if not packed_weights(model) and getattr(model, "hf_quantizer", None) is None:
         return dict(state)
     adapters = {name for name, module in model.named_modules() if is_adapter_layer(module)}
-    trained = {name for name, one in (*model.named_parameters(), *absent_parameters(model)) if one.requires_grad}
+    trained = {
+        name for name, parameter in (*model.named_parameters(), *absent_parameters(model)) if parameter.requires_grad
+    }
 
     def is_held(name: str) -> bool:
         owner = unit_of(name, adapters)

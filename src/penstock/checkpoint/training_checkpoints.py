@@ -244,8 +244,10 @@ def _load_newest(
     damaged: dict[str, str] = {}
 
     def look() -> list[str]:
-        found = [] if world.rank or not os.path.isdir(folder) else find_checkpoints(folder)
-        return [one.path for one in found if which in (LATEST, one.step) and one.has_table]
+        checkpoints = [] if world.rank or not os.path.isdir(folder) else find_checkpoints(folder)
+        return [
+            checkpoint.path for checkpoint in checkpoints if which in (LATEST, checkpoint.step) and checkpoint.has_table
+        ]
 
     for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
         try:
@@ -300,8 +302,8 @@ class Participants:
         """Every rank's numbers."""
         if self.engine is None:
             return {0: numbers}
-        with self.engine.together(Call.COMPARE_STEPS, numbers) as said:
-            return {rank: list(facts[: len(numbers)]) for rank, facts in said.items()}
+        with self.engine.together(Call.COMPARE_STEPS, numbers) as facts_by_rank:
+            return {rank: list(facts[: len(numbers)]) for rank, facts in facts_by_rank.items()}
 
     def comm(self) -> CheckpointRanks:
         return checkpoint_ranks(self.engine)

@@ -97,9 +97,11 @@ def collect_training_state(
 ) -> tuple[torch.Tensor, OptimizerState]:
     """Read this rank's share: the states of its random generators, which go to the leader, and of what its
     optimizer holds what it writes."""
-    found = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
+    optimizer_state = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
-    return torch.frombuffer(data, dtype=torch.uint8), found if is_writer else written_elsewhere(model, found)
+    if not is_writer:
+        optimizer_state = written_elsewhere(model, optimizer_state)
+    return torch.frombuffer(data, dtype=torch.uint8), optimizer_state
 
 
 def random_key(rank: int) -> str:
@@ -246,15 +248,20 @@ def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
     not."""
     random_states, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
     # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
-    before: list[tuple[Any, Any]] = [(one, one.state_dict()) for one in optimizers]
-    before += [(one, copy.deepcopy(one.state_dict())) for one in state.objects.values()]
-    gradients = [(one, one.grad) for each in optimizers for group in each.param_groups for one in group["params"]]
+    before: list[tuple[Any, Any]] = [(optimizer, optimizer.state_dict()) for optimizer in optimizers]
+    before += [(value, copy.deepcopy(value.state_dict())) for value in state.objects.values()]
+    gradients = [
+        (parameter, parameter.grad)
+        for each in optimizers
+        for group in each.param_groups
+        for parameter in group["params"]
+    ]
     try:
         yield
     except BaseException:
-        for one, content in before:
+        for value, content in before:
             with contextlib.suppress(Exception):  # it cannot even take its own state
-                one.load_state_dict(content)
+                value.load_state_dict(content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         restore_random_state(random_states)

@@ -48,8 +48,8 @@ def describe(error: BaseException) -> str:
 
 def refused_global(error: Exception) -> str | None:
     """The class or function that torch's unpickler, which loads plain data only, did not let a file name."""
-    found = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
-    return found and found[1]
+    match = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+    return match and match[1]
 
 
 def cannot_read(path: str, error: Exception) -> CheckpointError:
@@ -105,22 +105,22 @@ def locate(path: str) -> str:
     kind = kind_of(path)
     if kind is None:
         raise FileNotFoundError(2, os.strerror(2), path)
-    found = path
+    place = path
     if kind == "a link":
-        found = os.path.realpath(path)
+        place = os.path.realpath(path)
         folder = os.path.realpath(os.path.dirname(path))
         snapshots, _ = os.path.split(folder)
         cache, name = os.path.split(snapshots)
         allowed = {folder, os.path.join(cache, "blobs")} if name == "snapshots" else {folder}
-        if os.path.dirname(found) not in allowed:
+        if os.path.dirname(place) not in allowed:
             raise CheckpointError(
-                f"{path} is a link that leads out of its folder, to {found}; if you want that, put a copy there instead"
+                f"{path} is a link that leads out of its folder, to {place}; if you want that, put a copy there instead"
             )
-        if (kind := kind_of(found)) is None:
+        if (kind := kind_of(place)) is None:
             raise FileNotFoundError(2, os.strerror(2), path)
     if kind != "a regular file":
         raise CheckpointError(f"{path} is {kind}, but must be a regular file")
-    return found
+    return place
 
 
 def open_plain(path: str) -> BinaryIO:
@@ -166,14 +166,14 @@ def _refuse_constant(text: str) -> Any:
 KEY = "key"
 
 
-def _key_of(one: Field[Any]) -> str:
-    key: str = one.metadata.get(KEY, one.name)
+def _key_of(attribute: Field[Any]) -> str:
+    key: str = attribute.metadata.get(KEY, attribute.name)
     return key
 
 
 def content_of(value: Any) -> dict[str, Any]:
     """The fields of a dataclass by the names that files give them; the inverse of `typed`."""
-    return {_key_of(one): getattr(value, one.name) for one in fields(value)}
+    return {_key_of(attribute): getattr(value, attribute.name) for attribute in fields(value)}
 
 
 @cache
@@ -181,7 +181,10 @@ def _fields_of(kind: type) -> dict[str, tuple[str, Any, bool]]:
     """For each field of a dataclass its name in files, its type, and whether it must be given."""
     hints = get_type_hints(kind, include_extras=True)
     # If it must be given, both are MISSING.
-    return {one.name: (_key_of(one), hints[one.name], one.default is one.default_factory) for one in fields(kind)}
+    return {
+        attribute.name: (_key_of(attribute), hints[attribute.name], attribute.default is attribute.default_factory)
+        for attribute in fields(kind)
+    }
 
 
 _shorten = reprlib.Repr()
@@ -214,13 +217,13 @@ def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
             if not isinstance(key, str) or not key.isprintable():
                 raise damaged(file, where, value, f"an object with printable keys, not {_shorten.repr(key)}")
         if origin is dict:
-            return {key: typed(parts[1], one, file, *where, key) for key, one in value.items()}
+            return {key: typed(parts[1], entry, file, *where, key) for key, entry in value.items()}
         given = {}
-        for name, (key, one, needed) in _fields_of(kind).items():
+        for name, (key, type_, needed) in _fields_of(kind).items():
             if needed and key not in value:
                 raise damaged(file, where, value, f"an object with {key!r}")
             if needed or value.get(key) is not None:
-                given[name] = typed(one, value[key], file, *where, key)
+                given[name] = typed(type_, value[key], file, *where, key)
         return kind(**given)
     if origin in (list, tuple):
         if not isinstance(value, list):
@@ -228,7 +231,7 @@ def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
         kinds = [parts[0]] * len(value) if origin is list or parts[-1] is ... else parts
         if len(value) != len(kinds):
             raise damaged(file, where, value, f"{len(kinds)} values")
-        return origin(typed(one, value[index], file, *where, index) for index, one in enumerate(kinds))
+        return origin(typed(kind, value[index], file, *where, index) for index, kind in enumerate(kinds))
     if NoneType in parts:
         return None if value is None else typed(parts[0], value, file, *where)
     allowed = parts[1] if origin is Annotated else None

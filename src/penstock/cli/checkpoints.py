@@ -30,44 +30,49 @@ def inspect(
     from penstock.checkpoint.contents import inspect_folder
 
     try:
-        found = inspect_folder(folder, values=not quick)
+        checkpoints = inspect_folder(folder, values=not quick)
     except CheckpointError as error:
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             raise ValueError(f"{folder} is an ordinary checkpoint of transformers: nothing to inspect") from error
         raise
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(checkpoints, indent=1))
     else:
-        for one in found:
-            print("\n".join(map(wrapped, _lines(one, parameters))))
-    if not found[0]["whole"]:
+        for checkpoint in checkpoints:
+            print("\n".join(map(wrapped, _lines(checkpoint, parameters))))
+    if not checkpoints[0]["whole"]:
         raise typer.Exit(1)
 
 
-def _lines(found: dict[str, Any], parameters: bool) -> list[str]:
-    lines = [f"{found['path']}: {'whole' if found['whole'] else 'NOT WHOLE'}"]
-    lines += [f"  {fault}" for fault in found["faults"]]
-    if "files" not in found:
+def _lines(checkpoint: dict[str, Any], parameters: bool) -> list[str]:
+    lines = [f"{checkpoint['path']}: {'whole' if checkpoint['whole'] else 'NOT WHOLE'}"]
+    lines += [f"  {fault}" for fault in checkpoint["faults"]]
+    if "files" not in checkpoint:
         return lines
-    shards = found["tensor_parallel_size"]
-    layout = f"{found['stages']} pipeline rank(s)" + (f" of {shards} tensor-parallel ranks each" if shards > 1 else "")
-    lines.append(f"  {found['model_class']}, written by {layout}")
-    if (training := found["training"]) is not None:
+    shards = checkpoint["tensor_parallel_size"]
+    layout = f"{checkpoint['stages']} pipeline rank(s)" + (
+        f" of {shards} tensor-parallel ranks each" if shards > 1 else ""
+    )
+    lines.append(f"  {checkpoint['model_class']}, written by {layout}")
+    if (training := checkpoint["training"]) is not None:
         lines.append(
             f"  step {training['step']}, with the state of {', '.join(training['objects']) or 'no object'}, and of "
             f"{training['parameter_groups']} parameter group(s) of an optimizer; {training['ranks']} rank(s), which "
             f"take {training['pipelines']} batch(es) in a step"
         )
-    weights = found["parameters"]
+    weights = checkpoint["parameters"]
     lines.append(
-        f"  {found['bytes']:,} bytes in {len(found['files'])} files, {found['bytes_of_weights']:,} of them weights"
+        f"  {checkpoint['bytes']:,} bytes in {len(checkpoint['files'])} files, "
+        f"{checkpoint['bytes_of_weights']:,} of them weights"
     )
-    lines.append(f"  {len(weights)} weights, {sum(math.prod(one['shape']) for one in weights):,} numbers")
-    for one in weights if parameters else weights[:_SHOWN]:
-        notes = [f"tied to {', '.join(one['tied_to'])}"] if one["tied_to"] else []
-        notes += ["sharded"] if one["sharded"] else []
-        notes += [f"with {', '.join(one['optimizer_states'])}"] if one["optimizer_states"] else []
-        lines.append(f"    {one['name']} {one['shape']} {one['dtype']}" + (f" ({'; '.join(notes)})" if notes else ""))
+    lines.append(f"  {len(weights)} weights, {sum(math.prod(weight['shape']) for weight in weights):,} numbers")
+    for weight in weights if parameters else weights[:_SHOWN]:
+        notes = [f"tied to {', '.join(weight['tied_to'])}"] if weight["tied_to"] else []
+        notes += ["sharded"] if weight["sharded"] else []
+        notes += [f"with {', '.join(weight['optimizer_states'])}"] if weight["optimizer_states"] else []
+        lines.append(
+            f"    {weight['name']} {weight['shape']} {weight['dtype']}" + (f" ({'; '.join(notes)})" if notes else "")
+        )
     if not parameters and len(weights) > _SHOWN:
         lines.append(f"    and {len(weights) - _SHOWN} more (--parameters shows all)")
     return lines

@@ -70,8 +70,8 @@ def describe(
         from penstock.layout.pipelines import parse_pipelines
         from penstock.simulation.describe import describe_pipelines
 
-        found = subject_of(model)
-        whole = build_on_meta(found) if isinstance(found, str | type) else found
+        subject = subject_of(model)
+        whole = build_on_meta(subject) if isinstance(subject, str | type) else subject
         description = describe_pipelines(whole, parse_pipelines(pipelines), microbatch_size, schedule)
     print(json.dumps(description.data(), indent=1) if as_json else description)
     if plot is not None:
@@ -117,16 +117,16 @@ def profile(
         with waiting("measuring"):
             where = torch.device(device) if device else local_device()
             whole, batch = _model(model, inputs, batch, 1, dtype)
-            found = profile_model(
+            measured = profile_model(
                 whole, batch, length, device=where, optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
-            found = replace(found, inside=inside, between=between)
-        seconds = sum(unit.seconds for unit in found.units)
-        about = f"{found.model}: {len(found.units)} units, {seconds:.4g} s for a microbatch on {where}, "
-        about += f"{readable(sum(unit.state for unit in found.units))} of weights, gradients and optimizer; "
-        print(wrapped(f"{about}written to {found.write(output)}"))
-        for name, link in (("inside a node", found.inside), ("between nodes", found.between)):
+            measured = replace(measured, inside=inside, between=between)
+        seconds = sum(unit.seconds for unit in measured.units)
+        about = f"{measured.model}: {len(measured.units)} units, {seconds:.4g} s for a microbatch on {where}, "
+        about += f"{readable(sum(unit.state for unit in measured.units))} of weights, gradients and optimizer; "
+        print(wrapped(f"{about}written to {measured.write(output)}"))
+        for name, link in (("inside a node", measured.inside), ("between nodes", measured.between)):
             if link is not None:
                 print(f"link {name}: {link.latency * 1e6:.0f} microseconds, {readable(link.bandwidth)} a second")
     if torch.distributed.is_initialized():
@@ -240,7 +240,9 @@ def plan(
         plans, equal = with_equal_pipelines(plans, plans[0].job)
         plans = plans[:most]
     print(
-        json.dumps([plan_data(one, equal) for one in plans], indent=1) if as_json else plans_table(plans, equal, words)
+        json.dumps([plan_data(plan, equal) for plan in plans], indent=1)
+        if as_json
+        else plans_table(plans, equal, words)
     )
     if plot is not None:
         path = write_timeline(plans[0].simulation.events, plot, f"{found.model}: a step as predicted")
@@ -284,7 +286,7 @@ def _model(
         nn.Module.to(model, kind)  # models of diffusers warn of it
     samples = usual if microbatch is None else microbatch
     if (given := known_of(model).example_inputs) is not None:
-        sizes = list(dict.fromkeys(len(one) for one in named_tensors(given).values() if one.dim()))
+        sizes = list(dict.fromkeys(len(tensor) for tensor in named_tensors(given).values() if tensor.dim()))
         if microbatch is None and sizes:
             samples = sizes[0]
         elif samples not in sizes:
@@ -355,13 +357,13 @@ def fit(
         linear = names_to_adapt(subject) if any(map(stacks_of, subject.modules())) else None
         recipes = _recipes(lora_rank, not without, linear)
         profiles = profiles_of(subject, recipes, microbatch, length, fastest, dpo)
-        found = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
+        all_ways = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
     samples = num_microbatches * microbatch
-    if lora_rank is None and not any(way.plan for way in found):
+    if lora_rank is None and not any(way.plan for way in all_ways):
         about += "; adapters may fit (--lora-rank 16)"
-    print(fit_text(found, about, samples, None if inputs else length * (1 + dpo), checkpointing, every_way))
+    print(fit_text(all_ways, about, samples, None if inputs else length * (1 + dpo), checkpointing, every_way))
     if plot is not None:
-        print(f"drawn to {draw_memory(found, plot)}")
+        print(f"drawn to {draw_memory(all_ways, plot)}")
 
 
 def _recipes(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | None = None) -> list[Recipe]:
@@ -398,12 +400,12 @@ def _recipes(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | N
 def _dtype(name: str) -> Any:
     import torch
 
-    found = getattr(torch, DTYPES.get(name, name), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
             f"--dtype must be fp32, bf16, fp16 or one of torch's names, but is {name!r}: give --dtype bf16"
         )
-    return found
+    return dtype
 
 
 def _states(optimizer: str) -> int:

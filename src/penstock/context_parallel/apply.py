@@ -90,8 +90,8 @@ class ContextParallel:
         self.way, self.positions = way, positions
         self.exchange = Exchange(context.groups.context_parallel, context.device, context.board)
         self._split, self._num_shards = split, context.layout.tensor_parallel_size
-        found = (configuration_of(module) for module in split.model.modules())
-        self._configs = [*{id(config): config for config in found}.values()]
+        configs = (configuration_of(module) for module in split.model.modules())
+        self._configs = [*{id(config): config for config in configs}.values()]
         self.takes_positions = "position_ids" in inspect.signature(split.model.forward).parameters
         split.computing = self._computing
         connect(split.model, self.exchange)
@@ -112,7 +112,7 @@ class ContextParallel:
 
     def _part_of(self, inputs: Mapping[str, Any], criterion: Criterion | None) -> SequencePart:
         asked = inputs.get("output_attentions")
-        if asked or (asked is None and any(getattr(one, "output_attentions", False) for one in self._configs)):
+        if asked or (asked is None and any(getattr(config, "output_attentions", False) for config in self._configs)):
             raise NotImplementedError(
                 "under context_parallel_size no rank has the attentions of whole sequences; leave out output_attentions"
             )

@@ -202,7 +202,7 @@ def _attend(
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     cut = _under_way[-1].cut if exchange is None else Cut(attention_mask.shape[3], exchange.index, exchange.size)
     if way is AttentionWay.BY_TOKENS:
-        key, value = (_all_tokens(exchange, cut, one) for one in (key, value))
+        key, value = (_all_tokens(exchange, cut, tensor) for tensor in (key, value))
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     if exchange is None and _needs_tokens((query, key, value), kwargs, _under_way[-1].shares):
         _under_way[-1].way = AttentionWay.BY_TOKENS
@@ -229,7 +229,7 @@ def _way_of(mask: Any, tokens: int) -> AttentionWay | None:
 
 def _needs_tokens(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], shares: int) -> bool:
     """Whether attention cannot go by heads: they cannot be shared out, or the function has more to know of each."""
-    tells_more = any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in arguments.values())
+    tells_more = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in arguments.values())
     return tells_more or any(tensor.shape[1] % shares for tensor in tensors)
 
 
@@ -274,7 +274,7 @@ def _some_heads(exchange: Exchange | None, cut: Cut, parts: Sequence[torch.Tenso
 
 def _own_tokens(exchange: Exchange | None, cut: Cut, heads: torch.Tensor) -> torch.Tensor:
     """Of an output (samples, tokens, heads, width) for some heads that of all heads, for the tokens of this part."""
-    return torch.cat(_swap(exchange, [one.take(heads, 1) for one in cut.every]), 2)
+    return torch.cat(_swap(exchange, [part.take(heads, 1) for part in cut.every]), 2)
 
 
 def _swap(exchange: Exchange | None, shares: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -61,8 +61,8 @@ def try_parts(engine: Engine) -> None:
         expected = _outputs_of_units(engine, lambda: evaluate(engine, inputs, in_parts=False))
         for positions in USUAL_POSITIONS:
             sequences.positions = positions
-            found = _outputs_of_units(engine, lambda: evaluate(engine, inputs))
-            firsts.append(_first_of_all(engine, _first_different(engine, expected, found, cut)))
+            outputs = _outputs_of_units(engine, lambda: evaluate(engine, inputs))
+            firsts.append(_first_of_all(engine, _first_different(engine, expected, outputs, cut)))
             if firsts[-1] is None:
                 break
         else:
@@ -92,7 +92,7 @@ def _in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     model.eval()
     for module in modes:
         # In evaluation bitsandbytes may pack a weight anew on a CPU, for good, and then rounds more.
-        module.training = any(not one.is_floating_point() for one in module.parameters(recurse=False))
+        module.training = any(not parameter.is_floating_point() for parameter in module.parameters(recurse=False))
     try:
         yield
     finally:

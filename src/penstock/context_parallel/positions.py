@@ -52,8 +52,10 @@ def _looks_far(module: nn.Module, farthest: int, kinds: list[str | None]) -> boo
 def _whole(part: SequencePart | None, args: Any, kwargs: Any) -> Any:
     if part is None or part.positions is None:
         return None
-    found = [part.positions if _are_own(part, one) else one for one in args]
-    return tuple(found), {name: part.positions if _are_own(part, one) else one for name, one in kwargs.items()}
+    taken = [part.positions if _are_own(part, argument) else argument for argument in args]
+    return tuple(taken), {
+        name: part.positions if _are_own(part, argument) else argument for name, argument in kwargs.items()
+    }
 
 
 def _are_own(part: SequencePart, given: Any) -> bool:
@@ -68,6 +70,6 @@ def _part(part: SequencePart | None, output: Any) -> Any:
         return None
     leaves, structure = pytree.tree_flatten(output)
     # A copy of a model has the hooks of the model besides its own: the second finds a part.
-    whole = [isinstance(one, torch.Tensor) and one.shape[1] == part.cut.length for one in leaves]
-    parts = [part.cut.take(one, 1) if is_whole else one for one, is_whole in zip(leaves, whole, strict=True)]
+    whole = [isinstance(leaf, torch.Tensor) and leaf.shape[1] == part.cut.length for leaf in leaves]
+    parts = [part.cut.take(leaf, 1) if is_whole else leaf for leaf, is_whole in zip(leaves, whole, strict=True)]
     return pytree.tree_unflatten(parts, structure)

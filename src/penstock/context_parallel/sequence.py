@@ -161,21 +161,21 @@ def cut_inputs(
             )
     shifts = any(term.input == "labels" and term.start == 1 for term in compared)
     given = inputs.get("position_ids")
-    found: dict[str, Any] = {}
+    own_inputs: dict[str, Any] = {}
     for name, value in inputs.items():
         if name in PACKING and given is not None:
             continue
         if name in PACKING:
             raise NotImplementedError(f"{name} without position_ids: under context_parallel_size give both")
         if value is None or isinstance(value, bool | int | float | str) or name == NUM_ITEMS:
-            found[name] = value
+            own_inputs[name] = value
         elif not isinstance(value, torch.Tensor) or name in WITHOUT_BATCH:
             raise NotImplementedError(
                 f"context_parallel_size cannot cut the input {name}, a {type(value).__name__}"
                 ": give tensors, or leave context_parallel_size out"
             )
         elif name == "attention_mask" and value.dim() == 2 and value.shape[1] == length:
-            found[name] = value  # keys come from all parts
+            own_inputs[name] = value  # keys come from all parts
         elif name == "attention_mask" or value.dim() < 2 or value.shape[1] != length:
             raise NotImplementedError(
                 f"context_parallel_size cannot cut the input {name} of shape {tuple(value.shape)}: sequences have "
@@ -183,18 +183,18 @@ def cut_inputs(
                 ". Give it so, or leave context_parallel_size out"
             )
         else:
-            found[name] = cut.take(value, 1, fillings.get(name, 0))
+            own_inputs[name] = cut.take(value, 1, fillings.get(name, 0))
     tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
     if shifts and inputs.get(SHIFTED) is None and isinstance(labels := inputs.get("labels"), torch.Tensor):
         label = fillings["labels"]
-        found[SHIFTED] = cut.take(functional.pad(labels[:, 1:], (0, 1), value=label), 1, label)
+        own_inputs[SHIFTED] = cut.take(functional.pad(labels[:, 1:], (0, 1), value=label), 1, label)
     packed = None
     if given is None and positions is not None:
-        found["position_ids"] = cut.take(positions.expand(tokens.shape[0], -1), 1)
+        own_inputs["position_ids"] = cut.take(positions.expand(tokens.shape[0], -1), 1)
     elif isinstance(given, torch.Tensor):
         every = given.expand(tokens.shape[0], -1)
         numbers = masking_utils.find_packed_sequence_indices(every)
         packed = None if numbers is None else (every, numbers)
-    part = SequencePart(found, cut, packed)
+    part = SequencePart(own_inputs, cut, packed)
     part.positions = given if isinstance(given, torch.Tensor) else positions
     return part

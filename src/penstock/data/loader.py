@@ -313,8 +313,8 @@ def collate_samples(samples: Sequence[Any]) -> Mapping[str, Any]:
             "give a collate_fn that makes a mapping of a list of them."
         )
     try:
-        found: Mapping[str, Any] = default_data_collator(list(samples))
-        return found
+        collated: Mapping[str, Any] = default_data_collator(list(samples))
+        return collated
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"Samples of one microbatch cannot be stacked ({error}). If their lengths differ, give a collate_fn that "

@@ -39,14 +39,14 @@ class MediaTokens:
     @classmethod
     def of(cls, config: Any) -> MediaTokens:
         """The tokens that a model's configuration names."""
-        found = {}
+        tokens = {}
         for kind in KINDS.values():
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 token = getattr(config, name, None)
                 if isinstance(token, int):
-                    found[kind] = token
+                    tokens[kind] = token
                     break
-        return cls(found)
+        return cls(tokens)
 
     def counts(self, kind: str, inputs: Mapping[str, Any]) -> list[int] | None:
         """How many tokens of each sample stand for media of a kind; None if the batch does not tell."""
@@ -78,7 +78,7 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
     Args:
         inputs: a batch of a model's arguments, with `input_ids` or `mm_token_type_ids` of shape (batch, tokens).
     """
-    found: dict[str, list[int]] = {}
+    rows_by_name: dict[str, list[int]] = {}
     for kind in KINDS.values():
         names = [name for name in inputs if name in INPUTS[kind] or name.startswith(f"{kind}_")]
         names = [name for name in names if isinstance(inputs[name], torch.Tensor) and inputs[name].dim()]
@@ -107,12 +107,12 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
         for name in names:
             length = inputs[name].shape[0]
             if length == number:
-                found[name] = shares
+                rows_by_name[name] = shares
             elif patches is not None and length == sum(patches):
                 ends = [0, *accumulate(patches)]
                 stops = [0, *accumulate(shares)]
-                found[name] = [ends[stop] - ends[start] for start, stop in pairwise(stops)]
-    return found
+                rows_by_name[name] = [ends[stop] - ends[start] for start, stop in pairwise(stops)]
+    return rows_by_name
 
 
 def _shares_that_fit(

@@ -164,8 +164,8 @@ def refuse_unknown_names(dims: BatchDims, inputs: Sequence[str]) -> None:
 def _main_input(inputs: Mapping[str, Any], main_input_name: str | None, dims: BatchDims) -> str | None:
     having = [name for name, value in inputs.items() if rows_of(name, value, dims) is not None]
     for wanted in (main_input_name, *MAIN_INPUTS):
-        if found := [name for name in having if _last(name) == wanted]:
-            return found[0]
+        if candidates := [name for name in having if _last(name) == wanted]:
+            return candidates[0]
     return having[0] if having else None
 
 
@@ -196,9 +196,9 @@ def rows_of(name: str, value: Any, dims: BatchDims = NO_DIMS) -> int | None:
 
 def batch_dim(name: str, value: torch.Tensor, dims: BatchDims = NO_DIMS) -> int | None:
     """The dimension of a tensor among the inputs that has a row for each sample; None if it has none."""
-    said, last = _said(name, dims), _last(name)
-    if said is not None:
-        return dims[said]
+    key, last = _said(name, dims), _last(name)
+    if key is not None:
+        return dims[key]
     if last in WITHOUT_BATCH:
         return None
     # Multi-axis rotary embeddings (time, height, width) put the axes first.
@@ -222,7 +222,7 @@ def _split_input(name: str, value: Any, batch_size: int, sizes: Sequence[int], d
     if not items or _last(name) in WITHOUT_BATCH:
         return None
     per_sample = isinstance(value, (tuple, list)) and len(value) == batch_size
-    if per_sample and all(isinstance(one, Mapping) for one in value):
+    if per_sample and all(isinstance(sample, Mapping) for sample in value):
         return [value[start:end] for start, end in pairwise([0, *accumulate(sizes)])]
     split = [_split_input(f"{name}.{key}", item, batch_size, sizes, dims) for key, item in items]
     if all(parts is None for parts in split):

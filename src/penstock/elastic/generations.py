@@ -318,7 +318,7 @@ def agree(
                         reports[member] = MemberReport.from_json(text)
                 lost |= {member for member in others if pulse.has_ended(member)}
         if decided is None:
-            suspects = {suspect for one in reports.values() for suspect in one.suspects} - {me}
+            suspects = {suspect for report in reports.values() for suspect in report.suspects} - {me}
             lost |= {member for member in others if pulse.process_has_ended(member)}
             lost |= pulse.lost(suspects - lost, suspects, membership.hang)
             # The one that will decide looks whether those live whose reports it waits for, the others whether it does.
@@ -355,10 +355,10 @@ def generation_of(meeting: Meeting, number: int) -> Generation | None:
 
 def latest(meeting: Meeting) -> Generation | None:
     """The newest generation that was decided on."""
-    found, number = None, 0
+    newest, number = None, 0
     while (following := generation_of(meeting, number)) is not None:
-        found, number = following, number + 1
-    return found
+        newest, number = following, number + 1
+    return newest
 
 
 def form_world(

@@ -121,7 +121,9 @@ class LayoutPlanner:
             found = decide(going_on, joining)
         if handing_over and not found.joining:
             handing_over, found = False, decide((), ())
-        left = tuple(one.member for one in view.reports.values() if one.leaving and one.member not in found.members)
+        left = tuple(
+            report.member for report in view.reports.values() if report.leaving and report.member not in found.members
+        )
         lost = tuple(member for member in found.lost if member not in left)
         if left and not lost and not found.members:
             last = max(report.committed for report in view.reports.values())

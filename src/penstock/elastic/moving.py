@@ -97,9 +97,9 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
 
 def _fit(optimizer: Optimizer, engine: Engine) -> None:
     """Make an optimizer's groups those of what is held, and its state that of what is held and owned."""
-    owned = {one.parameter for one in engine.held if engine.rank in one.keepers}
+    owned = {weight.parameter for weight in engine.held if engine.rank in weight.keepers}
     known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    optimizer.param_groups[0]["params"] += [one.parameter for one in engine.held if one.parameter not in known]
+    optimizer.param_groups[0]["params"] += [weight.parameter for weight in engine.held if weight.parameter not in known]
     for parameter in list(optimizer.state):
         if parameter not in owned:
             del optimizer.state[parameter]
@@ -109,7 +109,7 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migr
     context, group = engine.context, engine.context.groups.world_control
     had, elsewhere = migration.had, migration.elsewhere
     parameters, here = engine.known, engine.values_here()
-    owned = {one.name for one in engine.held} - engine.owned_elsewhere()
+    owned = {weight.name for weight in engine.held} - engine.owned_elsewhere()
     # What this rank owns newly comes from former owners, also where it is here: they alone may have the newest weight.
     needs = {name: name in owned for name in here if name in taken or (name in owned and name in elsewhere)}
     has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in elsewhere}
@@ -235,21 +235,21 @@ class SharedStates:
         # On a joiner, the states of objects that are not registered yet.
         self._received: dict[str, Any] = {}
 
-    def register(self, name: str, one: Any) -> None:
+    def register(self, name: str, value: Any) -> None:
         """Have `one.state_dict()` of a member given to `one.load_state_dict()` of each that joins."""
         for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(one, method, None)):
+            if not callable(getattr(value, method, None)):
                 raise TypeError(
-                    f"register({name!r}, ...): a {type(one).__name__} has no {method}()"
+                    f"register({name!r}, ...): a {type(value).__name__} has no {method}()"
                     ". Register what has state_dict() and load_state_dict()"
                 )
         if name in self.objects:
             raise ValueError(
                 f"register({name!r}, ...): something is registered under this name already. Take another name"
             )
-        self.objects[name] = one
+        self.objects[name] = value
         if name in self._received:
-            one.load_state_dict(self._received.pop(name))
+            value.load_state_dict(self._received.pop(name))
 
     def values(self, now: Generation) -> FillValues:
         """What fills in what a member of a generation holds newly, and gives those who join these states."""
@@ -262,7 +262,7 @@ class SharedStates:
         first = next(rank for rank, member in enumerate(now.members) if member not in now.joining)
         content: Any = None
         if dist.get_rank() == first:
-            states = {name: one.state_dict() for name, one in self.objects.items()}
+            states = {name: value.state_dict() for name, value in self.objects.items()}
             settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             content = to_plain((states, settings, engine.loss_scale))
         ranks = Ranks(engine.context.groups.world_control, engine.board.guard)

@@ -204,7 +204,7 @@ class Log:
         """A call is completed."""
         if not call.local:  # so all ranks have completed those before it, and dropped what was dropped before it
             self._drops = self._drops[-1:]
-            self.calls = {n: one for n, one in self.calls.items() if one.trains and n >= self.dropped}
+            self.calls = {n: call for n, call in self.calls.items() if call.trains and n >= self.dropped}
         self.calls[self.num_calls] = call
         self.num_calls += 1
 
@@ -220,9 +220,9 @@ class Log:
     def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[LoggedCall], int]:
         """What this rank repeats, and the number of the training step with which it begins. `calls`, `dropped`: how
         many calls all ranks have completed, and of how many they have dropped the gradients."""
-        kept = {n: one for n, one in self.calls.items() if n >= calls or (one.trains and n >= dropped)}
-        before = [one for number, one in kept.items() if number < self.dropped]
-        after = [one for number, one in kept.items() if number >= self.dropped]
+        kept = {n: call for n, call in self.calls.items() if n >= calls or (call.trains and n >= dropped)}
+        before = [call for number, call in kept.items() if number < self.dropped]
+        after = [call for number, call in kept.items() if number >= self.dropped]
         if before:
             before.append(LoggedCall(drop, trains=False, local=True))
         return before + after, dict(self._drops)[dropped]

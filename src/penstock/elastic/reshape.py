@@ -68,7 +68,7 @@ def best_shapes(
     parts = profile.parts
     seconds = {unit.name: unit.seconds for unit in profile.units}
     cluster = Cluster((DeviceClass("device", len(stage_to_rank), memory=memory),))
-    found: dict[int, Shape] = {}
+    shapes: dict[int, Shape] = {}
     for template in find_splits(Chain(parts, cluster, num_microbatches)):
         (devices,) = template.counts
         mapping = stage_to_rank[devices]
@@ -78,8 +78,8 @@ def best_shapes(
         if len(mapping) != devices:  # several stages on a device
             sizes = partition(seconds_of(parts), [1.0] * len(mapping)).sizes
         stages = [[unit.name for unit in stage] for stage in stages_of(parts, sizes)]
-        found[devices] = shape_of(stages, mapping, seconds)
-    return found
+        shapes[devices] = shape_of(stages, mapping, seconds)
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def choose(
     # What is too slow to win even if nothing moved need not be placed.
     most = sum(size_of.values()) * len(held) / settings.bandwidth
     best: tuple[float, Formation] | None = None
-    for seconds, chosen, counts in sorted(formations, key=lambda one: one[0]):
+    for seconds, chosen, counts in sorted(formations, key=lambda formation: formation[0]):
         lost = settings.horizon * (1 - fastest / seconds) if seconds > 0 else 0.0
         if best is not None and lost > min(best[0], most):
             break

@@ -253,8 +253,8 @@ class ElasticRun:
         """Once this returns on any rank, all ranks have their gradients. Returns whether the members are to change."""
         membership = self.generations.membership
         wishes = [int(membership.asked > self._handled or membership.wants_to_leave)]
-        with self.engine.together(Call.UPDATE, wishes) as said:
-            return any(facts[0] for facts in said.values())
+        with self.engine.together(Call.UPDATE, wishes) as facts_by_rank:
+            return any(facts[0] for facts in facts_by_rank.values())
 
     def _repeat(self) -> None:
         while self._todo:
@@ -271,8 +271,8 @@ class ElasticRun:
         try:
             self._migration = Migration.of(self.engine)
             is_saved = self._saved is not None and self._saved[0] == self.step
-            with self.engine.together(Call.CHANGE, [int(leaving), int(is_saved)]) as said:
-                all_leave, all_saved = (all(facts[index] for facts in said.values()) for index in range(2))
+            with self.engine.together(Call.CHANGE, [int(leaving), int(is_saved)]) as facts_by_rank:
+                all_leave, all_saved = (all(facts[index] for facts in facts_by_rank.values()) for index in range(2))
             if not all_leave:
                 hand_over(self.engine, self.states.optimizer, leaving, self._migration)
             elif self.save_unfinished is not None and not all_saved:

@@ -88,16 +88,16 @@ class Series:
     ) -> None:
         """Send the next message."""
         if specs is None:
-            found, known = [TensorSpec.shape_of(tensor) for tensor in tensors], self._specs_of(key, family)
+            shapes, known = [TensorSpec.shape_of(tensor) for tensor in tensors], self._specs_of(key, family)
             if known is None:
                 if self._check is not None:
                     self._check(tensors)
-                self._learn(found, key, family)
+                self._learn(shapes, key, family)
                 for channel in self._headers:
-                    channel.send([encode_header(found)])
-            elif found != list(known):
+                    channel.send([encode_header(shapes)])
+            elif shapes != list(known):
                 raise RuntimeError(
-                    f"the next message of {self._channels[0].name} has {found}, but for inputs of these shapes it had "
+                    f"the next message of {self._channels[0].name} has {shapes}, but for inputs of these shapes it had "
                     f"{list(known)} before; a shape that depends on the inputs' values cannot be sent"
                     ": put what computes it and what uses it into one stage with `stages`"
                 )

@@ -56,7 +56,9 @@ class PipelineDiffusionModel(PipelineModel):
             return get_peft_model_state_dict(self, dict(state), adapter_name)
 
         def write(folder: str, state: Mapping[str, torch.Tensor]) -> None:
-            tensors = {start + key: one.float() if upcast_before_saving else one for key, one in select(state).items()}
+            tensors = {
+                start + key: tensor.float() if upcast_before_saving else tensor for key, tensor in select(state).items()
+            }
             write_layers: Any = LoraBaseMixin.write_lora_layers  # its types leave out that None is allowed
             metadata = about if safe_serialization else None
             write_layers(tensors, folder, True, weight_name, None, safe_serialization, metadata)
@@ -85,15 +87,15 @@ for _name in _REFUSED_METHODS:
 
 def class_of(path_or_name: str, model_class: Any, **kwargs: Any) -> type:
     """`model_class`, or in place of diffusers' `AutoModel` the class that wrote the configuration."""
-    found: type = model_class
-    if found is diffusers.AutoModel:
+    cls: type = model_class
+    if cls is diffusers.AutoModel:
         name = diffusers.FluxTransformer2DModel.load_config(path_or_name, **kwargs)["_class_name"]  # any class reads it
-        found = getattr(diffusers, name, type(None))
-        if not issubclass(found, diffusers.ModelMixin):
+        cls = getattr(diffusers, name, type(None))
+        if not issubclass(cls, diffusers.ModelMixin):
             raise ValueError(
                 f"{path_or_name} is of the class {name}, which is no model of diffusers: pass model_class="
             )
-    return found
+    return cls
 
 
 def meta_model(kind: Any, path_or_name: str, **kwargs: Any) -> Any:

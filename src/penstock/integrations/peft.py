@@ -203,7 +203,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
 @contextmanager
 def _unmerged_ghosts(model: torch.nn.Module) -> Iterator[None]:
     """Inside, layers of other stages are unloaded without merging: their weights are not here."""
-    layers = [one for one in model.modules() if is_adapter_layer(one) and hasattr(one, "merge")]
+    layers = [layer for layer in model.modules() if is_adapter_layer(layer) and hasattr(layer, "merge")]
     with ExitStack() as undo:
         for layer in layers:
             if any(map(is_ghost, layer.modules())):
@@ -258,7 +258,7 @@ def _packed_targets(model: PeftModel) -> list[str]:
     packed = packed_weights(mark_packed(model.get_base_model()))
     # As they are called in a model that is neither packed nor adapted.
     names = [re.sub(r"\.(base_layer|parametrizations|original)\b", "", f".{name}") for name in packed]
-    return sorted({one for one in chain(*listed) if any(name.endswith(f".{one}") for name in names)})
+    return sorted({target for target in chain(*listed) if any(name.endswith(f".{target}") for name in names)})
 
 
 def _shared_between_layers(model: PeftModel) -> str | None:
@@ -266,7 +266,7 @@ def _shared_between_layers(model: PeftModel) -> str | None:
     or in two layers whose own weights are not the same, as they are in tied layers."""
     inside = set(map(id, model.get_base_model().modules()))
     wrapped_by_users: dict[int, list[set[int]]] = {}  # of a tensor: the weights that each layer with it wraps
-    layers: list[Any] = [one for one in model.modules() if is_adapter_layer(one)]
+    layers: list[Any] = [layer for layer in model.modules() if is_adapter_layer(layer)]
     for layer in layers:
         wrapped = _tensors_of(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module)
         for tensor in _tensors_of(layer) - wrapped:

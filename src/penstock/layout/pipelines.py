@@ -63,11 +63,11 @@ def place_pipelines(
     check_ranks(ranks, stages, tensor_parallel_size, world_size, context_parallel_size)
     counts = check_microbatches(templates, num_microbatches)
     schedules = tuple(make(count) for make, count in zip(makers, counts, strict=True))
-    for index, one in enumerate(schedules):
-        check_trains(one, f"pipeline {index}")
+    for index, made in enumerate(schedules):
+        check_trains(made, f"pipeline {index}")
     each = range(context_parallel_size)
     units = [template.modules_per_stage for template in templates for _ in each]
-    mappings = [one.stage_to_rank for one in schedules for _ in each]
+    mappings = [made.stage_to_rank for made in schedules for _ in each]
     layout = Layout.place(units, mappings, tensor_parallel_size, context_parallel_size)
     return PlacedPipelines(templates, makers, schedules, layout)
 
@@ -77,7 +77,7 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
 
     Under a schedule that puts several stages on a rank the first number is that of ranks; see `num_stages_on`.
     """
-    found = []
+    parsed = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*", part)
         if match is None or 0 in (int(match[1]), int(match[2])):
@@ -85,8 +85,8 @@ def parse_pipelines(text: str) -> list[tuple[int, int]]:
                 "pipelines are written as stages x microbatches with commas between them, such as 1x3,2x5; "
                 f"{part!r} in {text!r} is not"
             )
-        found.append((int(match[1]), int(match[2])))
-    return found
+        parsed.append((int(match[1]), int(match[2])))
+    return parsed
 
 
 def num_stages_on(num_ranks: int, schedule: str) -> int:

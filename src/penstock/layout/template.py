@@ -68,16 +68,16 @@ class StageTemplate:
                 if times > 1
             ],
         }
-        if said := [f"{kind}: {shown(names)}" for kind, names in faults.items() if names]:
-            raise ValueError(f"{mismatch}: {'; '.join(said)}.")
+        if differences := [f"{kind}: {shown(names)}" for kind, names in faults.items() if names]:
+            raise ValueError(f"{mismatch}: {'; '.join(differences)}.")
         first, last = end_modules(modules)
         for required, which, stage in ((first, "first", 0), (last, "last", self.num_stages - 1)):
             for module in required:
-                (found,) = self._stages_of(module)
-                if found != stage:
+                (place,) = self._stages_of(module)
+                if place != stage:
                     raise ValueError(
                         f"The first (or last) stage must contain {module} module: it belongs in the {which} stage "
-                        f"(stage {stage}), but is in stage {found}."
+                        f"(stage {stage}), but is in stage {place}."
                     )
         reordered = [
             f"{later} (stage {self._stages_of(later)[0]}) must come before {earlier}"

@@ -215,7 +215,7 @@ class PipelineModel(_Module):
 
     def extra_repr(self) -> str:
         """Which part of the model this rank holds."""
-        pipeline, said = self._known_engine, super().extra_repr()
+        pipeline, text = self._known_engine, super().extra_repr()
         stages = pipeline.context.stages
         held = [unit for stage in stages for unit in pipeline.split.stages[stage]]
         numbers = ", ".join(map(str, stages))
@@ -223,7 +223,7 @@ class PipelineModel(_Module):
             f"stage {numbers} of {pipeline.context.pipeline.num_stages} (counted from 0), on rank {pipeline.rank}: "
             f"holds {', '.join(held)}; the other units are shown without their weights"
         )
-        return f"{said}\n{part}" if said else part
+        return f"{text}\n{part}" if text else part
 
     def load_ordinary(self, directory: str | os.PathLike[str], strict: bool = True) -> None:
         """Load the ordinary checkpoint `directory`, as of `save_pretrained`. Every rank calls it and reads its own part
@@ -305,8 +305,8 @@ class PipelinePreTrainedModel(PipelineModel):
     def device(self) -> torch.device:
         """Where this rank's stages are. transformers asks for it several times for each token."""
         engine = record_of(self).engine
-        found: torch.device = super().device if engine is None else engine.split.device
-        return found
+        device: torch.device = super().device if engine is None else engine.split.device
+        return device
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Refused, unless nothing changes: embedding and head are on different stages.
@@ -362,7 +362,7 @@ def _refuse_replication(name: str) -> str:
 def stand_in_of(model: Any) -> torch.nn.Parameter | None:
     """The dummy parameter of a rank that has none to train; None if no rank has any."""
     record = known_of(model)
-    if record.engine is None or not any(one.requires_grad for _, one in absent_parameters(model)):
+    if record.engine is None or not any(parameter.requires_grad for _, parameter in absent_parameters(model)):
         return None
     if record.stand_in is None:
         record.stand_in = torch.nn.Parameter(torch.zeros(1, device=record.engine.device))
@@ -413,7 +413,7 @@ def _hand_over_saving(kind: type) -> None:
     """Let the own methods of a model's class that save it (`save`, `save_...`) have the whole model."""
     own = original_class(kind)
     for name in dir(own):
-        holder = next(one for one in own.__mro__ if name in vars(one)) if name.startswith("save") else object
+        holder = next(cls for cls in own.__mro__ if name in vars(cls)) if name.startswith("save") else object
         method = vars(holder).get(name)
         if isinstance(method, FunctionType) and holder.__module__.partition(".")[0] not in _KNOWN_PACKAGES:
             setattr(kind, name, _of_the_whole_model(name, method))
@@ -422,7 +422,10 @@ def _hand_over_saving(kind: type) -> None:
 def _of_the_whole_model(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(one, (str, os.PathLike)) or hasattr(one, "write") for one in (*args, *kwargs.values())):
+        if any(
+            isinstance(argument, (str, os.PathLike)) or hasattr(argument, "write")
+            for argument in (*args, *kwargs.values())
+        ):
             return model_methods.save_by_own_method(self, name, args, kwargs)
         return method(self, *args, **kwargs)
 
@@ -437,12 +440,14 @@ def num_parameters_of_whole(model: Any, only_trainable: bool, exclude_embeddings
     if only_trainable:
         index = pipeline.place.tensor_parallel_rank
         own = sum(
-            one.parameter.numel()
-            for one in pipeline.held
-            if one.parameter.requires_grad and one.name not in left_out and one.counted_by(pipeline.rank, index)
+            weight.parameter.numel()
+            for weight in pipeline.held
+            if weight.parameter.requires_grad
+            and weight.name not in left_out
+            and weight.counted_by(pipeline.rank, index)
         )
-        with pipeline.together(Call.COUNT, [own]) as said:
-            return sum(facts[0] for facts in said.values())
+        with pipeline.together(Call.COUNT, [own]) as facts_by_rank:
+            return sum(facts[0] for facts in facts_by_rank.values())
     with shown_whole(model):
         whole, packed = dict(model.named_parameters(remove_duplicate=False)), packed_weights(model)
     counted = [names[0] for names in pipeline.split.aliases if names[0] not in left_out]

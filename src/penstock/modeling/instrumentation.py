@@ -168,7 +168,7 @@ class _Mixed(type):
         if vars(cls).get("_mixed") is None:
             return super().mro()  # somebody has derived from a class that was made here
         own, mixin = cls.__bases__
-        before = [one for one in (_Unnoticed, *mixin.__mro__) if one not in own.__mro__]
+        before = [cls for cls in (_Unnoticed, *mixin.__mro__) if cls not in own.__mro__]
         return [cls, *before, *own.__mro__]
 
 
@@ -317,8 +317,8 @@ def _new_module(cls: Any) -> Any:
 
 def tensors_of(module: nn.Module) -> dict[nn.Parameter, list[torch.Tensor]]:
     """The tensors that each parameter consists of: itself, or of a packed one its bytes and its scales."""
-    found = {parameter: [parameter.detach()] for parameter in module.parameters()}
+    tensors = {parameter: [parameter.detach()] for parameter in module.parameters()}
     for each in module.modules():
         if (packed := known_of(each).packed) is not None:
-            found |= packed.inside(each)
-    return found
+            tensors |= packed.inside(each)
+    return tensors

@@ -50,5 +50,5 @@ def modules_inside(module: nn.Module) -> Iterator[nn.Module]:
 
 def of_diffusers(kind: type) -> bool:
     """Whether a class is a model of diffusers, or finds one (`AutoModel`); without importing diffusers."""
-    names = {one.__name__ for one in kind.__mro__ if one.__module__.startswith("diffusers.")}
+    names = {cls.__name__ for cls in kind.__mro__ if cls.__module__.startswith("diffusers.")}
     return bool(names & {"ModelMixin", "AutoModel"})

@@ -33,11 +33,11 @@ def mark_packed(model: Model) -> Model:
             f"{', '.join(sorted(METHODS))}, or load it unpacked where its library can (Mxfp4Config(dequantize=True))"
         )
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, ParametrizationList) and any(_library_of(one) in LIBRARIES for one in module):
+        if isinstance(module, ParametrizationList) and any(_library_of(child) in LIBRARIES for child in module):
             record_of(module).packed = PackedStack.of(module)
             continue
         own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
-        packed = [one for one in own if one is not None and _library_of(one) in LIBRARIES]
+        packed = [parameter for parameter in own if parameter is not None and _library_of(parameter) in LIBRARIES]
         if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
             continue
         inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -46,7 +46,7 @@ def mark_packed(model: Model) -> Model:
                 f"{name}, a {type(module).__name__}, has packed weights, but is no linear layer: leave it as it was "
                 "(llm_int8_skip_modules, modules_to_not_convert)"
             )
-        if any(one.requires_grad for one in packed):
+        if any(parameter.requires_grad for parameter in packed):
             raise NotImplementedError(
                 f"{name} has packed weights that require gradients, which cannot be trained: freeze the model "
                 "(model.requires_grad_(False)) and add adapters"
@@ -60,8 +60,12 @@ def stacks_of(module: nn.Module) -> list[str]:
     weights of three dimensions are convolutions and the like."""
     if type(module).__module__.startswith("torch."):
         return []
-    own = ((name, one) for name, one in module._parameters.items() if one is not None and one.is_floating_point())
-    return [name for name, one in own if one.dim() == 3 and one.shape[0] > 1]
+    own = (
+        (name, parameter)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    )
+    return [name for name, parameter in own if parameter.dim() == 3 and parameter.shape[0] > 1]
 
 
 def quantization_method(model: Any) -> str | None:
@@ -83,8 +87,8 @@ def tensors_inside(parameter: torch.Tensor) -> list[torch.Tensor]:
         names, _ = parameter.__tensor_flatten__()
         return [inner for name in names for inner in tensors_inside(getattr(parameter, name))]
     attached = [tensor for _, _, tensor in _attached_to(parameter)]
-    found = {one.data_ptr(): one for one in (parameter.detach().as_subclass(torch.Tensor), *attached)}
-    return list(found.values())
+    tensors = {tensor.data_ptr(): tensor for tensor in (parameter.detach().as_subclass(torch.Tensor), *attached)}
+    return list(tensors.values())
 
 
 def _attached_to(value: Any) -> Iterator[tuple[Any, str, torch.Tensor]]:
@@ -143,7 +147,7 @@ class PackedStack:
 
     @classmethod
     def of(cls, stack: ParametrizationList) -> PackedStack:
-        state: Any = next(one.quant_state for one in stack if _library_of(one) in LIBRARIES)
+        state: Any = next(child.quant_state for child in stack if _library_of(child) in LIBRARIES)
         return cls(tuple(state.shape), state.dtype)
 
     @property

@@ -44,12 +44,12 @@ def auto_pipelines(
             'with pipelines "auto" num_microbatches is the number of microbatches over all pipelines, got '
             f"{num_microbatches!r}"
         )
-    found = (
+    profiled = (
         profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
         if profile is None
         else Profile.read(os.fspath(profile))
     )
-    job = _in_parts(_job(found, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
+    job = _in_parts(_job(profiled, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
     plans, _ = with_equal_pipelines(make_plans(job, 16), job)
     best = next((plan for plan in plans if len(plan.devices) == job.cluster.size), None)
     if best is None:

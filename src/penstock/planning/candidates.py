@@ -114,8 +114,8 @@ class Candidates:
         for name in lean if only_lean or any(kind.memory < whole for kind in job.cluster.classes) else ():
             for depth in some_depths(min(len(job.parts) // default_stages_per_rank(name), job.cluster.size)):
                 live = max(live_microbatches(name, depth, rank, job.num_microbatches) for rank in range(depth))
-                found = find_splits(self._chain, live, depth, mixtures=not under_1f1b)
-                under_lean += [template for template in found if sum(template.counts) == depth]
+                splits = find_splits(self._chain, live, depth, mixtures=not under_1f1b)
+                under_lean += [template for template in splits if sum(template.counts) == depth]
         return [under_1f1b, under_lean]
 
     def pipeline_of(self, classes: tuple[int, ...], sizes: tuple[int, ...], name: str) -> CandidatePipeline:
@@ -148,7 +148,9 @@ class Candidates:
             return units
         deep = min(job.num_microbatches, DEEP * len(classes))
         memory = memory_of_ranks(schedule_of(schedule.name, len(classes), deep), held_by_stages(units))
-        short = [one.total > job.cluster.classes[kind].memory for one, kind in zip(memory, classes, strict=True)]
+        short = [
+            estimate.total > job.cluster.classes[kind].memory for estimate, kind in zip(memory, classes, strict=True)
+        ]
         pairs = zip(units, stages_of(job.recomputed, sizes), schedule.stage_to_rank, strict=True)
         return tuple(recomputed if short[rank] else plain for plain, recomputed, rank in pairs)
 
@@ -177,8 +179,8 @@ class Candidates:
         if per_rank > 1 or not fits(sizes):
             sizes = self._partition(speeds).sizes
         if not fits(sizes):
-            working = max(one.working for one in self.job.held)
-            needs = tuple(one.state + max(live) * one.kept for one in self.job.held)
+            working = max(unit.working for unit in self.job.held)
+            needs = tuple(unit.state + max(live) * unit.kept for unit in self.job.held)
             limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
             try:
                 sizes = self._partition(speeds, needs, limits).sizes
@@ -198,14 +200,14 @@ class Candidates:
                 kind = schedule.stage_to_rank, schedule.splits_backward
                 if is_lean(name) and kind in fitting and deepest > SHALLOW:
                     continue
-                pipelines = [one for split in splits if (one := self.pipeline(split, name)) is not None]
+                pipelines = [pipeline for split in splits if (pipeline := self.pipeline(split, name)) is not None]
                 if len(pipelines) == len(splits):
                     fitting.add(kind)
-                key = (name, *sorted((one.classes, one.sizes) for one in pipelines))
-                stages = max((len(one.sizes) for one in pipelines), default=0)
+                key = (name, *sorted((pipeline.classes, pipeline.sizes) for pipeline in pipelines))
+                stages = max((len(pipeline.sizes) for pipeline in pipelines), default=0)
                 is_short = 3 * self.job.num_microbatches / len(splits) * stages <= MOST_ACTIONS
                 if key not in found and len(pipelines) == len(splits) and is_short:
-                    counts = split_microbatches([one.seconds for one in pipelines], self.job.num_microbatches)
+                    counts = split_microbatches([pipeline.seconds for pipeline in pipelines], self.job.num_microbatches)
                     candidate = list(zip(pipelines, counts, strict=True))
                     found[key] = self.bound(candidate), candidate
         return sorted(found.values(), key=lambda entry: entry[0])
@@ -214,24 +216,24 @@ class Candidates:
         """A lower bound of its step, with the least seconds a byte of the reduction; see `plan.reductions_of`."""
         fastest = max(link.bandwidth for link in self.job.cluster.links)
         reduction = 2 * (len(candidate) - 1) / len(candidate) / fastest
-        return max(one.bound(count, reduction) for one, count in set(candidate))
+        return max(pipeline.bound(count, reduction) for pipeline, count in set(candidate))
 
     def estimate(self, candidate: Candidate) -> tuple[float, Candidate]:
         """The step of pipelines that are simulated alone, without their nodes, and with a reduction of their own; and
         the candidate, in which microbatches are given out once more by what the simulation says if that is better."""
-        link = self.job.cluster.link_among(sum(len(one.classes) for one, _ in candidate))
+        link = self.job.cluster.link_among(sum(len(pipeline.classes) for pipeline, _ in candidate))
         late = {}
-        for one, count in candidate:
-            enough = min(count, STEADY * len(one.classes))
-            late[one] = self._with_reduction(one, enough, len(candidate), link) - one.seconds(enough)
+        for pipeline, count in candidate:
+            enough = min(count, STEADY * len(pipeline.classes))
+            late[pipeline] = self._with_reduction(pipeline, enough, len(candidate), link) - pipeline.seconds(enough)
 
-        def seconds(one: CandidatePipeline, count: int) -> float:
-            return one.seconds(count) + late[one]
+        def seconds(pipeline: CandidatePipeline, count: int) -> float:
+            return pipeline.seconds(count) + late[pipeline]
 
-        pipelines = [one for one, _ in candidate]
-        counts = split_microbatches([partial(seconds, one) for one in pipelines], self.job.num_microbatches)
+        pipelines = [pipeline for pipeline, _ in candidate]
+        counts = split_microbatches([partial(seconds, pipeline) for pipeline in pipelines], self.job.num_microbatches)
         again = list(zip(pipelines, counts, strict=True))
-        estimates = [(max(seconds(one, count) for one, count in each), each) for each in (candidate, again)]
+        estimates = [(max(seconds(pipeline, count) for pipeline, count in each), each) for each in (candidate, again)]
         return min(estimates, key=lambda estimate: estimate[0])
 
     def _with_reduction(self, pipeline: CandidatePipeline, count: int, num_pipelines: int, link: Link) -> float:
@@ -257,13 +259,15 @@ class Candidates:
 
     def realise(self, candidate: Candidate) -> Plan | None:
         """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked."""
-        devices = place(self.job.cluster, [one.classes for one, _ in candidate], self.job.copies)
+        devices = place(self.job.cluster, [pipeline.classes for pipeline, _ in candidate], self.job.copies)
         return None if devices is None else self.realise_on(devices, candidate)
 
     def realise_on(self, devices: Sequence[Sequence[int]], candidate: Candidate) -> Plan | None:
         """The candidate on these devices of its pipelines; None if one does not fit."""
         pairs = zip(devices, candidate, strict=True)
-        placed = [PlannedPipeline(tuple(own), one.units, one.schedule(count)) for own, (one, count) in pairs]
+        placed = [
+            PlannedPipeline(tuple(own), pipeline.units, pipeline.schedule(count)) for own, (pipeline, count) in pairs
+        ]
         return evaluate(self.job, placed)
 
 

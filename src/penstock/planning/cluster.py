@@ -200,12 +200,12 @@ def parse_devices(
         else:
             close = get_close_matches(unknown[0], KNOWN_DEVICES, n=3)
             near = f"nearest are {', '.join(close)}" if close else f"known are {', '.join(KNOWN_DEVICES)}"
-        said = f"how fast is {unknown[0]}" if len(counts) > 1 else f"no known device is called {unknown[0]}"
+        question = f"how fast is {unknown[0]}" if len(counts) > 1 else f"no known device is called {unknown[0]}"
         lacking = [_options("--speed", own_speeds, unknown, "0.5")] if len(counts) > 1 else []
         lacking += [_options("--memory", memories, unlimited, "24GB")] if unlimited else []
         raise ValueError(
-            f"{said}; {near}. For another card add {' '.join(lacking)}, with its own numbers; speeds are relative to "
-            f"{measured_on or fastest or 'each other'}"
+            f"{question}; {near}. For another card add {' '.join(lacking)}, with its own numbers; speeds are relative "
+            f"to {measured_on or fastest or 'each other'}"
         )
     return tuple(
         DeviceClass(name, count, speeds.get(name, 1.0), limits.get(name, math.inf)) for name, count in counts.items()

@@ -38,9 +38,9 @@ def _groups_of(cluster: Cluster, size: int) -> Cluster | None:
 
 def _cost_of_part(unit: UnitCost, size: int, link: Link) -> UnitCost:
     own: dict[str, Any] = {
-        one.name: None if (cost := getattr(unit, one.name)) is None else cost / size
-        for one in fields(unit)
-        if one.type in ("float", "float | None") and one.metadata != OF_WEIGHTS
+        attribute.name: None if (cost := getattr(unit, attribute.name)) is None else cost / size
+        for attribute in fields(unit)
+        if attribute.type in ("float", "float | None") and attribute.metadata != OF_WEIGHTS
     }
     # See `context_parallel.attention.Exchange`; the backward brings as much.
     received = EXCHANGED * unit.crossing * (size - 1) / size**2

@@ -75,15 +75,17 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
             heappush(queue, (bound, place, chosen, shares))
             continue
         pairs = list(zip(chosen, shares, strict=True))
-        if all(count in one.found for one, count in pairs):
-            candidate = [(best, count) for one, count in pairs if (best := one.found[count][1]) is not None]
+        if all(count in candidates.found for candidates, count in pairs):
+            candidate = [
+                (best, count) for candidates, count in pairs if (best := candidates.found[count][1]) is not None
+            ]
             plan = planner.realise(candidate)
             left -= 1
             if plan is not None:
                 heappush(together, (plan.seconds, place, candidate))
             continue
-        for one, count in pairs:
-            one.simulate(count)
+        for candidates, count in pairs:
+            candidates.simulate(count)
         heappush(queue, (bound, place, chosen, shares))
 
 
@@ -104,7 +106,10 @@ class _Pipelines:
         self._ends = np.array([(0, *ends, len(job.parts)) for ends in inner], int).reshape(-1, len(mapping) + 1)
         whole = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
         messages = (self._of_stages(column) for column in zip(*(sums(one, math.inf) for one in job.parts), strict=True))
-        state, kept = self._of_stages([one.state for one in job.held]), self._of_stages([one.kept for one in job.held])
+        state, kept = (
+            self._of_stages([unit.state for unit in job.held]),
+            self._of_stages([unit.kept for unit in job.held]),
+        )
         ranks = [list(schedule.stages_of(rank)) for rank in range(self._depth)]
         classes = [[job.cluster.classes[kind] for kind in order] for order in self._orders]
         speeds = np.array([[own[rank].speed for rank in mapping] for own in classes]).reshape(-1, 1, len(mapping))
@@ -171,8 +176,8 @@ class _Pipelines:
 
 
 def _bound(chosen: Sequence[_Pipelines], microbatches: int) -> tuple[float, list[int]]:
-    counts = split_microbatches([one.seconds for one in chosen], microbatches)
-    return max(one.seconds(count) for one, count in zip(chosen, counts, strict=True)), counts
+    counts = split_microbatches([pipeline.seconds for pipeline in chosen], microbatches)
+    return max(pipeline.seconds(count) for pipeline, count in zip(chosen, counts, strict=True)), counts
 
 
 def _num_splits(planner: Candidates, counts: Counts, name: str) -> int:

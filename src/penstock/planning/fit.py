@@ -77,7 +77,7 @@ class Way:
         head = replace(last[-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0)
         logits = of_others(held_by_stages([*below, (*last[:-1], head)]))
         held = held_by_stages(pipeline.stages)
-        messages = of_others([replace(one, kept=one.kept - one.sent, received=0.0, sent=0.0) for one in held])
+        messages = of_others([replace(stage, kept=stage.kept - stage.sent, received=0.0, sent=0.0) for stage in held])
         return {
             "weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer,
             "activations": max(0.0, whole.activations - logits - messages), "logits": logits, "messages": messages,
@@ -91,7 +91,7 @@ def ways(
     schedule: str = PLAIN,
 ) -> list[Way]:
     """Every recipe, with each of what else may be switched on, and whether it fits."""
-    found = []
+    all_ways = []
     for recipe, chunk, profile in profiles:
         whole = Job(profile, cluster, num_microbatches, schedules=(schedule,))
         for size in CONTEXT_PARALLEL_SIZES if "length" in profile.about else CONTEXT_PARALLEL_SIZES[:1]:
@@ -101,8 +101,8 @@ def ways(
             shares = shares_of(job) if recipe.sharded else [0]
             for checkpointing in (False, True) if shares else ():
                 jobs = [replace(job, checkpointing=checkpointing, sharded=share) for share in shares]
-                found.append(Way(recipe, checkpointing, chunk, *_planned(jobs)))
-    return found
+                all_ways.append(Way(recipe, checkpointing, chunk, *_planned(jobs)))
+    return all_ways
 
 
 def profiles_of(
@@ -182,14 +182,14 @@ def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
         return None, min(plans, key=lambda plan: plan.fullest[1].total), str(error)
 
 
-def best(found: Sequence[Way]) -> Way | None:
+def best(tried: Sequence[Way]) -> Way | None:
     """The first of the fastest that fit: what changes the model least comes first. A packed base only if no other
     fits, as it is slower than predicted."""
-    fitting = [way for way in found if way.plan is not None]
+    fitting = [way for way in tried if way.plan is not None]
     fitting = [way for way in fitting if not way.recipe.packed] or fitting
     return min(fitting, key=lambda way: way.plan.seconds if way.plan else 0.0, default=None)
 
 
-def nearest(found: Sequence[Way]) -> Way:
+def nearest(tried: Sequence[Way]) -> Way:
     """The one whose fullest device needs least."""
-    return min(found, key=lambda way: way.shown.fullest[1].total)
+    return min(tried, key=lambda way: way.shown.fullest[1].total)

@@ -129,7 +129,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
         deferred: set[tuple[int, int]] = set()
         of_loop = stages[top].output + stages[top].received * (2 if top - 1 in own else 1)
         held = peak = of_caller = 0.0
-        under_way = sum(one.num_bytes for one in around.values())
+        under_way = sum(tensor.num_bytes for tensor in around.values())
         for position, action in enumerate(actions):
             kind, index, microbatch = action
             here = around[index]

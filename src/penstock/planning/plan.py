@@ -59,7 +59,7 @@ class Job:
         if not self.sharded:
             return parts
         owners = self.sharded * self.context_parallel_size
-        return tuple(tuple(replace(unit, optimizer=unit.optimizer / owners) for unit in one) for one in parts)
+        return tuple(tuple(replace(unit, optimizer=unit.optimizer / owners) for unit in stage) for stage in parts)
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -105,8 +105,9 @@ class Plan:
         """Whether all pipelines have the same stages and as many microbatches, as `initialize` makes them."""
         first = self.pipelines[0]
         return all(
-            one.stage_names == first.stage_names and one.schedule.num_microbatches == first.schedule.num_microbatches
-            for one in self.pipelines
+            pipeline.stage_names == first.stage_names
+            and pipeline.schedule.num_microbatches == first.schedule.num_microbatches
+            for pipeline in self.pipelines
         )
 
     @property
@@ -170,7 +171,7 @@ def evaluate(job: Job, pipelines: Sequence[PlannedPipeline]) -> Plan | None:
                 message_bytes=tuple(stage[-1].crossing for stage in pipeline.stages[:-1]),
             )
         simulated.append((pipeline.schedule, costs[key]))
-    limits = [one.memory for kind in kinds for one in kind]
+    limits = [device.memory for kind in kinds for device in kind]
     if any(memory.total > limit for memory, limit in zip(memory_of_layout(job, pipelines), limits, strict=True)):
         return None
     return Plan(job, tuple(pipelines), simulate_layout(simulated, reductions_of(job, pipelines)))
@@ -182,7 +183,7 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
     if len(pipelines) * job.context_parallel_size < 2 or not any(link.seconds(1) for link in job.cluster.links):
         return []
     stage_of = [[stage for stage, units in enumerate(pipeline.stages) for _ in units] for pipeline in pipelines]
-    found = []
+    reductions = []
     for stages, run in groupby(enumerate(job.profile.units), key=lambda item: tuple(of[item[0]] for of in stage_of)):
         size = sum(unit.gradients for _, unit in run)
         holders = tuple(enumerate(stages))
@@ -190,8 +191,8 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
         links = [job.cluster.link(a, b) for a, b in pairwise(devices)] or [job.cluster.inside]
         slowest = max(links, key=lambda link: link.seconds(size))
         count = len(holders) * job.context_parallel_size
-        found.append(Reduction(2 * (count - 1) * slowest.seconds(size / count), holders))
-    return found[::-1]
+        reductions.append(Reduction(2 * (count - 1) * slowest.seconds(size / count), holders))
+    return reductions[::-1]
 
 
 def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
@@ -245,21 +246,23 @@ def costs_of(stages: Sequence[Sequence[UnitCost]], speeds: Sequence[float]) -> C
 
 def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[MemoryEstimate, ...]:
     known: dict[tuple[object, ...], list[MemoryEstimate]] = {}
-    found: list[list[MemoryEstimate]] = []
+    estimates: list[list[MemoryEstimate]] = []
     for pipeline in pipelines:
         key = id(pipeline.stages), pipeline.schedule.name, pipeline.schedule.num_microbatches
         if key not in known:
             known[key] = memory_of_ranks(pipeline.schedule, held_by_stages(pipeline.stages))
-        found.append(known[key])
+        estimates.append(known[key])
     if job.sharded:
         # To the owners the parts of a sequence are pipelines; a device stands for the one that keeps most.
         parts = range(job.context_parallel_size)
         every = [pipeline for pipeline in pipelines for _ in parts]
-        states = iter(_states_owned(job, every, [one for own in found for _ in parts for one in own]))
-        for number, own in enumerate(found):
+        states = iter(_states_owned(job, every, [estimate for own in estimates for _ in parts for estimate in own]))
+        for number, own in enumerate(estimates):
             of_parts = [list(islice(states, len(own))) for _ in parts]
-            found[number] = [replace(one, optimizer=max(sizes)) for one, *sizes in zip(own, *of_parts, strict=True)]
-    return tuple(chain(*found))
+            estimates[number] = [
+                replace(estimate, optimizer=max(sizes)) for estimate, *sizes in zip(own, *of_parts, strict=True)
+            ]
+    return tuple(chain(*estimates))
 
 
 def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequence[MemoryEstimate]) -> list[float]:
@@ -289,7 +292,9 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
             groups.append(OwnershipGroup((tuple(own),), BYTES_KEPT * size))
             states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
     limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]
-    used = [one.weights - (0.0 if math.isinf(limit) else limit) for one, limit in zip(memory, limits, strict=True)]
+    used = [
+        estimate.weights - (0.0 if math.isinf(limit) else limit) for estimate, limit in zip(memory, limits, strict=True)
+    ]
     kept = [0.0] * len(limits)
     for group, state, places in zip(groups, states, choose_owners(groups, used), strict=True):
         for place in places:

@@ -29,7 +29,9 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
     seen = set()
 
     def add(candidate: Candidate) -> None:
-        key = frozenset(Counter((one.name, one.classes, one.sizes, count) for one, count in candidate).items())
+        key = frozenset(
+            Counter((pipeline.name, pipeline.classes, pipeline.sizes, count) for pipeline, count in candidate).items()
+        )
         plan = None if key in seen else planner.realise(candidate)
         seen.add(key)
         if plan is not None:
@@ -56,21 +58,21 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
 
 def best_of(jobs: Sequence[Job], most: int = 5) -> tuple[list[Plan], list[str]]:
     """The plans of the fastest of some jobs, which differ in what is switched on; and what they would be without."""
-    found: list[list[Plan]] = []
+    plans_by_job: list[list[Plan]] = []
     failures: list[tuple[Job, Infeasible]] = []
     for job in jobs:
         try:
-            found.append(make_plans(job, most))
+            plans_by_job.append(make_plans(job, most))
         except Infeasible as error:
             failures.append((job, error))
-    if not found:
+    if not plans_by_job:
         raise failures[-1][1]
-    plans = min(found, key=lambda some: some[0].seconds)
+    plans = min(plans_by_job, key=lambda some: some[0].seconds)
     words = []
     for switch, name in (("checkpointing", "recomputed activations"), ("sharded", "a sharded optimizer")):
         if not getattr(plans[0].job, switch) or all(getattr(job, switch) for job in jobs):
             continue
-        others = [some[0] for some in found if not getattr(some[0].job, switch)]
+        others = [some[0] for some in plans_by_job if not getattr(some[0].job, switch)]
         if others:
             best = min(others, key=lambda plan: plan.seconds)
             needs = readable(best.fullest[1].total)

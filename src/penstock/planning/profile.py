@@ -146,7 +146,7 @@ SMALL_VALUES = 4096.0
 
 def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[HeldBytes]:
     """What the units of each stage hold together, and its output for each microbatch until the gradient comes back."""
-    found = []
+    held_by_stage = []
     received = 0.0
     for number, units in enumerate(stages):
         held, sent = HeldBytes.together(units), units[-1].crossing if number < len(stages) - 1 else 0.0
@@ -155,6 +155,6 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[HeldBytes]:
         kept, working = max(held.kept, received) + sent, held.working + small
         splitting, forwarding = (None if size is None else size + small for size in (held.splitting, held.forwarding))
         stage = replace(held, kept=kept, working=working, splitting=splitting, forwarding=forwarding)
-        found.append(replace(stage, received=received, sent=sent))
+        held_by_stage.append(replace(stage, received=received, sent=sent))
         received = sent
-    return found
+    return held_by_stage

@@ -68,32 +68,32 @@ def profile_model(
     Raises:
         NotImplementedError: the model cannot be split.
     """
-    found = followed or follow(model, batch, length)
-    names, head = found.names, None
+    followed_forward = followed or follow(model, batch, length)
+    names, head = followed_forward.names, None
     if loss_chunk_tokens is not None:
-        head = chunked_head(model, found) if followed is None else _head_of(model, names)
+        head = chunked_head(model, followed_forward) if followed is None else _head_of(model, names)
     users: dict[int, list[str]] = {}
     for name in names:
-        for inner, one in model.get_submodule(name).named_parameters():
-            users.setdefault(id(one), []).append(f"{name}.{inner}")
+        for inner, parameter in model.get_submodule(name).named_parameters():
+            users.setdefault(id(parameter), []).append(f"{name}.{inner}")
     units = []
     for index, name in enumerate(names):
         module, is_last = model.get_submodule(name), index == len(names) - 1
         chunk = loss_chunk_tokens if name == head else None
-        calls = found.calls.get(name, [])
+        calls = followed_forward.calls.get(name, [])
         key = (_shapes(module), *map(_key, calls), is_last, chunk, device, operations_per_second)
-        if key not in found.costs:
+        if key not in followed_forward.costs:
             each = partial(
                 cost_of, module, device=device, is_last=is_last, loss_chunk_tokens=chunk,
                 recomputed=_is_recomputed(model, name),
             )  # fmt: skip
             runs = [each(call, operations_per_second=operations_per_second) for call in calls]
-            found.costs[key] = of_all(runs) if runs else UnitCost("", 0.0, 0.0, 0.0)
-        sizes = tuple(float(one.nbytes) for one in module.parameters() if one.requires_grad)
-        boundary = None if is_last else found.boundaries[index]
+            followed_forward.costs[key] = of_all(runs) if runs else UnitCost("", 0.0, 0.0, 0.0)
+        sizes = tuple(float(parameter.nbytes) for parameter in module.parameters() if parameter.requires_grad)
+        boundary = None if is_last else followed_forward.boundaries[index]
         units.append(
             replace(
-                found.costs[key],
+                followed_forward.costs[key],
                 name=name,
                 weights=float(sum(part.nbytes for parts in tensors_of(module).values() for part in parts)),
                 gradients=sum(sizes),
@@ -102,9 +102,13 @@ def profile_model(
                 joined=bool(boundary and boundary.reason),
                 sizes=sizes,
                 tied=tuple(
-                    (users[id(one)][0], float(one.nbytes), float(one.nbytes * one.requires_grad))
-                    for one in module.parameters()
-                    if len(users[id(one)]) > 1
+                    (
+                        users[id(parameter)][0],
+                        float(parameter.nbytes),
+                        float(parameter.nbytes * parameter.requires_grad),
+                    )
+                    for parameter in module.parameters()
+                    if len(users[id(parameter)]) > 1
                 ),
             )
         )
@@ -152,12 +156,12 @@ def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
             lambda _, x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype), "", dict(guess)
         )
         try:
-            names, found, recorder, _ = traced_units(model, inputs, _Recorder)
+            names, traced, recorder, _ = traced_units(model, inputs, _Recorder)
         except Exception as error:  # whatever a model's own code raises
             failure = failure or error
             continue
         assert isinstance(recorder, _Recorder)
-        boundaries = [boundary_before(found, names, index) for index in range(1, len(names))]
+        boundaries = [boundary_before(traced, names, index) for index in range(1, len(names))]
         return FollowedForward(names, recorder.calls, boundaries, {}, inputs)
     if known_of(model).example_inputs is None and not isinstance(model, PreTrainedModel):
         raise InputsNeeded(model, str(failure)) from failure
@@ -187,10 +191,10 @@ class _Recorder(ShapeFunctions):
 def _is_recomputed(model: nn.Module, unit: str) -> bool:
     """Whether gradient checkpointing runs a unit's forward again as a whole, as it does with a list's layers."""
     module, (where, _, number) = model.get_submodule(unit), unit.rpartition(".")
-    if any(isinstance(one, GradientCheckpointingLayer) for one in module.modules()):
+    if any(isinstance(inner, GradientCheckpointingLayer) for inner in module.modules()):
         return True
     owner = model.get_submodule(where.rpartition(".")[0])
-    by_parts = any(hasattr(one, "gradient_checkpointing") for one in module.modules())
+    by_parts = any(hasattr(inner, "gradient_checkpointing") for inner in module.modules())
     return number.isdigit() and hasattr(owner, "gradient_checkpointing") and not by_parts
 
 
@@ -216,8 +220,8 @@ def measure_links() -> tuple[Link | None, Link | None]:
     hosts = ranks.exchange(socket.gethostname(), "measuring links")
     inside = [rank for rank, host in enumerate(hosts) if rank and host == hosts[0]]
     between = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
-    found = [_between_first_and(peers[0]) if peers else None for peers in (inside, between)]
-    measured = ranks.exchange([link and astuple(link) for link in found], "measuring links")[0]
+    links = [_between_first_and(peers[0]) if peers else None for peers in (inside, between)]
+    measured = ranks.exchange([link and astuple(link) for link in links], "measuring links")[0]
     first, second = (link and Link(*link) for link in measured)
     return first, second
 

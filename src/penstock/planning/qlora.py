@@ -93,5 +93,5 @@ class _Adapted(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(input)
-        found: torch.Tensor = (output + self.up(self.down(input.float())) * 1.0).to(output.dtype)
-        return found
+        output_with_adapter: torch.Tensor = (output + self.up(self.down(input.float())) * 1.0).to(output.dtype)
+        return output_with_adapter

@@ -111,7 +111,7 @@ def to_paste(plan: Plan) -> str:
     cluster, section = plan.job.cluster, section_of(plan)
     lines = []
     if len(cluster.classes) > 1:
-        placed = [one.devices for one in plan.pipelines for _ in range(plan.job.context_parallel_size)]
+        placed = [pipeline.devices for pipeline in plan.pipelines for _ in range(plan.job.context_parallel_size)]
         kinds = (cluster.kind_of(device).name for device in chain(*placed))
         runs = [(kind, len(list(those))) for kind, those in groupby(kinds)]
         order = ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in runs)
@@ -135,7 +135,7 @@ MEMORY_COLUMNS = {
 
 
 def fit_text(
-    found: Sequence[Way], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
+    ways: Sequence[Way], about: str, samples: int, tokens: int | None, enable: str, every_way: bool = False
 ) -> str:
     """The verdict, a row for each recipe or for every way, the devices, and the configuration of the best.
 
@@ -143,11 +143,11 @@ def fit_text(
         tokens: of a sample, of which a step has so many `samples`; None if it is no sequence of them.
         enable: the model's method that has activations recomputed.
     """
-    chosen = best(found)
-    of_recipes = [list(those) for _, those in groupby(found, attrgetter("recipe"))]
-    shown = found if every_way else [best(those) or nearest(those) for those in of_recipes]
+    chosen = best(ways)
+    of_recipes = [list(those) for _, those in groupby(ways, attrgetter("recipe"))]
+    shown = ways if every_way else [best(those) or nearest(those) for those in of_recipes]
     parts = [way.bytes_by_kind() for way in shown]
-    unit, scale = unit_of(max(max(one.values()) for one in parts))
+    unit, scale = unit_of(max(max(row.values()) for row in parts))
     table = Table(
         Column("way", no_wrap=True), Column("with"),
         *(Column(name, justify="right", no_wrap=True) for name in MEMORY_COLUMNS.values()),
@@ -159,7 +159,7 @@ def fit_text(
         way.recipe.sharded for way in shown
     )
     title += "; parts: devices that share every sequence" * any(way.context_parallel_size > 1 for way in shown)
-    title += "; the best of each way (--all shows more)" * (len(shown) < len(found))
+    title += "; the best of each way (--all shows more)" * (len(shown) < len(ways))
     for way, own in zip(shown, parts, strict=True):
         sizes = [f"{own[name] / scale:.2f}" for name in MEMORY_COLUMNS]
         chunks = bool(way.loss_chunk_tokens)
@@ -170,7 +170,7 @@ def fit_text(
         speed = "" if math.isnan(rate) else f"{rate:,.0f}" if tokens else f"{rate:.3g}"
         table.add_row(way.recipe.name, marks, *sizes, "yes" if way.plan else "no", speed)
     if chosen is None or chosen.plan is None:
-        least = nearest(found)
+        least = nearest(ways)
         verdict = f"It does not fit in any of these ways. Nearest is {least.recipe.name}: {least.reason}"
         return as_text(verdict, title, table)
     plan = chosen.plan
@@ -188,13 +188,13 @@ def fit_text(
     return "\n".join(lines)
 
 
-def draw_memory(found: Sequence[Way], path: Path) -> Path:
+def draw_memory(ways: Sequence[Way], path: Path) -> Path:
     """A bar for each device of the best way, or of the one that needs least."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("--plot needs matplotlib: pip install 'penstock[plot]'") from None
-    way = best(found) or nearest(found)
+    way = best(ways) or nearest(ways)
     unit, scale = unit_of(max(memory.total for memory in way.shown.memory))
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()

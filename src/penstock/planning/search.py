@@ -130,17 +130,17 @@ class Chain:
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """For every run of parts: its seconds on each class of devices, its memory for each microbatch, and besides."""
         held = [HeldBytes.together(part) for part in parts]
-        state = _run_sums([one.state for one in held])
+        state = _run_sums([unit.state for unit in held])
         before_it: dict[str, int] = {}
-        for end, one in enumerate(held):
-            for name, sizes in one.tied_state().items():
+        for end, unit in enumerate(held):
+            for name, sizes in unit.tied_state().items():
                 if name in before_it:  # runs that have both parts hold it once
                     state[: before_it[name] + 1, end + 1 :] -= sum(sizes)
                 before_it[name] = end
-        kept = _run_sums([one.kept for one in held])
+        kept = _run_sums([unit.kept for unit in held])
         # See `HeldBytes.together`: what a part works with, when those above it have let go of what they kept.
-        before = np.cumsum([one.kept for one in held])
-        need = before + np.array([one.working for one in held])
+        before = np.cumsum([unit.kept for unit in held])
+        need = before + np.array([unit.working for unit in held])
         working = np.zeros_like(state)
         for start in range(len(parts)):
             working[start, start + 1 :] = np.maximum.accumulate(need[start:]) - before[start:]

@@ -87,12 +87,14 @@ def cost_of(
             logits = output.flatten(0, -2).float()
             return [functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))]
         output = unit(*args, **kwargs)
-        found = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        if is_last and found and found[0].dim() > 1:  # the loss, which is outside of all units
-            returned[:] = found[:1]  # the caller has them
-            logits = found[0].float().flatten(0, -2)
-            found[0] = functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=where))
-        return found[:1] if is_last else found
+        differentiable = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if is_last and differentiable and differentiable[0].dim() > 1:  # the loss, which is outside of all units
+            returned[:] = differentiable[:1]  # the caller has them
+            logits = differentiable[0].float().flatten(0, -2)
+            differentiable[0] = functional.cross_entropy(
+                logits, torch.zeros(len(logits), dtype=torch.long, device=where)
+            )
+        return differentiable[:1] if is_last else differentiable
 
     # Masks and the like are one for all units.
     shared = [leaf for leaf in _tensors(leaves) if not leaf.requires_grad]
@@ -193,7 +195,7 @@ class _Queue(WeightGradientQueues):
         """The bytes of what was left, without the parameters, which are there anyway."""
         owned = {parameter.untyped_storage()._cdata for parameter in parameters}
         left = _tensors([cast(partial[None], entry.compute).args for entry in self._left])
-        sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in left}
+        sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in left}
         return float(sum(size for key, size in sizes.items() if key not in owned))
 
 

@@ -49,11 +49,11 @@ class PackedExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]  # a lib
         return super().param_needs_quantization(model, param_name, **kwargs) or self.packs(model, param_name)
 
     def update_weight_conversions(self, *args: Any) -> list[Any]:  # the rules, and in later versions the model
-        found: list[Any] = super().update_weight_conversions(*args)
-        for conversion in found:
+        conversions: list[Any] = super().update_weight_conversions(*args)
+        for conversion in conversions:
             if _treats_each_matrix_alone(conversion):
                 conversion.__class__ = _MatrixByMatrix
-        return found
+        return conversions
 
     def get_quantize_ops(self) -> Any:
         return _Pack(self)
@@ -105,10 +105,10 @@ class _MatrixByMatrix(WeightConverter):  # type: ignore[misc]  # a library witho
     ) -> dict[str, torch.Tensor]:
         lengths = {len(matrices) for matrices in self.collected_tensors.values()}
         if len(lengths) > 1 or hf_quantizer is None or not hf_quantizer.packs(model, layer_name):
-            found: dict[str, torch.Tensor] = super().convert(
+            converted: dict[str, torch.Tensor] = super().convert(
                 layer_name, model=model, hf_quantizer=hf_quantizer, **kwargs
             )
-            return found
+            return converted
         numbers = math.prod(model.get_parameter(layer_name).shape[1:])
         pieces = self._pieces(lengths.pop(), BLOCK // math.gcd(BLOCK, numbers), layer_name, model=model, **kwargs)
         return {layer_name: hf_quantizer.pack(model, layer_name, pieces)}
@@ -128,11 +128,11 @@ class _Pack(Bnb4bitQuantize):  # type: ignore[misc]  # a library without types
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
         stacks = {name for name in input_dict if self.hf_quantizer.packs(model, name)}
         plain = {name: value for name, value in input_dict.items() if name not in stacks}
-        found: dict[str, Any] = super().convert(plain, model=model, **kwargs)
+        converted: dict[str, Any] = super().convert(plain, model=model, **kwargs)
         for name in stacks:
             value = input_dict.pop(name)
-            found[name] = self.hf_quantizer.pack(model, name, value if isinstance(value, list) else [value])
-        return found
+            converted[name] = self.hf_quantizer.pack(model, name, value if isinstance(value, list) else [value])
+        return converted
 
 
 def _packed(pieces: Iterable[torch.Tensor], name: str, shape: torch.Size, config: BitsAndBytesConfig) -> LoadedStack:
@@ -153,17 +153,17 @@ def _packed(pieces: Iterable[torch.Tensor], name: str, shape: torch.Size, config
     if config.bnb_4bit_use_double_quant:
         state.nested, state.offset = True, state.absmax.mean()
         state.absmax, state.state2 = quantize_blockwise(state.absmax - state.offset, blocksize=256)
-    found = LoadedStack(packed, requires_grad=False)
-    found.quant_state = state
-    return found
+    stack = LoadedStack(packed, requires_grad=False)
+    stack.quant_state = state
+    return stack
 
 
 def _parts(pieces: Iterable[torch.Tensor], name: str, shape: torch.Size) -> Iterator[torch.Tensor]:
     """The numbers of a stack in their order, as many at once as are packed together."""
 
-    def misfit(found: str) -> ValueError:
+    def misfit(what: str) -> ValueError:
         return ValueError(
-            f"the checkpoint does not fit the model: {name}: {found} in the checkpoint, {list(shape)} in the model"
+            f"the checkpoint does not fit the model: {name}: {what} in the checkpoint, {list(shape)} in the model"
         )
 
     num_matrices = 0

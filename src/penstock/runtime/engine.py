@@ -147,7 +147,7 @@ class Engine:
         self._of_formation: dict[Any, Any] = {}
 
     def note_known(self) -> None:
-        self.known.update((one.name, one.parameter) for one in self.held)
+        self.known.update((weight.name, weight.parameter) for weight in self.held)
 
     def of_formation(self, make: Callable[[Engine], T]) -> T:
         """What a package above keeps for as long as the ranks work together as now: made when it is first asked for."""
@@ -235,11 +235,11 @@ class Engine:
 
     def values_here(self) -> dict[str, torch.Tensor]:
         """The values that this rank has, by unsplit name; they last until the result is dropped."""
-        return {one.name: one.parameter.detach() for one in self.held} | dict(self.split.model.named_buffers())
+        return {weight.name: weight.parameter.detach() for weight in self.held} | dict(self.split.model.named_buffers())
 
     def owned_elsewhere(self) -> set[str]:
         """The names of the parameters here that other ranks own: of the optimizer's state this rank has none."""
-        return {one.name for one in self.held if self.rank not in one.keepers}
+        return {weight.name for weight in self.held if self.rank not in weight.keepers}
 
     @property
     def weight_gradients(self) -> WeightGradientQueues:
@@ -290,7 +290,9 @@ class Engine:
 
     def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:
         """Once, before the first step, or where there are new hooks."""
-        hooked = [one.name for one in self.held if is_hooked(one.parameter) and one.name not in self._hooked]
+        hooked = [
+            weight.name for weight in self.held if is_hooked(weight.parameter) and weight.name not in self._hooked
+        ]
         self._hooked.update(hooked)
         warn_of_hooks(hooked)
         if self.report is None and self.context.holds_output:
@@ -315,7 +317,7 @@ class Engine:
 
         try:
             with contextlib.ExitStack() as observed:
-                seen = [observed.enter_context(one.observing(self, number)) for one in self.observers]
+                seen = [observed.enter_context(observer.observing(self, number)) for observer in self.observers]
                 yield from step.run(meet, number, [notes for notes in seen if notes is not None])
         finally:
             self.split.kept_state = None
@@ -412,8 +414,8 @@ class Engine:
         )
         if not norm_type > 0:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
-        mine = [one for one in held if one.parameter.grad is not None and self.rank in one.keepers]
-        equality = sum(one.equality_term(self.rank, one.keepers) for one in mine) % MODULUS
+        mine = [weight for weight in held if weight.parameter.grad is not None and self.rank in weight.keepers]
+        equality = sum(weight.equality_term(self.rank, weight.keepers) for weight in mine) % MODULUS
         with self._norms(Call.CLIP, norm_type, equality=equality):
             return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
@@ -446,7 +448,7 @@ class Engine:
     def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, equality: int = 0) -> Iterator[None]:
         with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), equality]) as gathered:
             if sum(facts[2] for facts in gathered.values()) % MODULUS:
-                shared = [one.name for one in self.held if len(one.ranks) > 1]
+                shared = [weight.name for weight in self.held if len(weight.ranks) > 1]
                 raise SettingsMismatch(
                     "the norm is of a weight on some of the ranks that hold it, but not on all (tied weights have "
                     "another name on each of their stages): give all of them, or none. Shared weights here: "

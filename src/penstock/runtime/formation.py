@@ -337,7 +337,7 @@ def copy_from_first_holders(
     """Give every holder of a parameter the first holder's values, as replicas must start alike. `check` ends a wait by
     what it raises."""
     inside = tensors_of(model)
-    shared = [(tensor, one.ranks) for one in held if len(one.ranks) > 1 for tensor in inside[one.parameter]]
+    shared = [(tensor, weight.ranks) for weight in held if len(weight.ranks) > 1 for tensor in inside[weight.parameter]]
     sent: list[tuple[dist.Work, int]] = []
     for tensor, ranks in shared:
         group, place = groups.reduction[ranks], ranks.index(dist.get_rank())

@@ -269,8 +269,8 @@ def warn_of_hooks(names: Sequence[str]) -> None:
 
 def warn_of_batchwise(inputs: StepInputs) -> None:
     """Warn of operations whose backward depends on the whole batch."""
-    if found := sorted({each for plan in inputs.different_plans for each in plan.batchwise}):
-        warnings.warn(f"the gradient of {_some(found)} depends on the whole batch: {AS_ACCUMULATED}", stacklevel=2)
+    if units := sorted({each for plan in inputs.different_plans for each in plan.batchwise}):
+        warnings.warn(f"the gradient of {_some(units)} depends on the whole batch: {AS_ACCUMULATED}", stacklevel=2)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -139,15 +139,15 @@ def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torc
     if "lr" in options:  # a warm-up may begin at 0
         options["lr"] = torch.full_like(options["lr"], 0.01) if isinstance(options["lr"], torch.Tensor) else 0.01
     arguments: dict[str, Any] = {}
-    for one in [*inspect.signature(kind).parameters.values()][1:]:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+    for parameter in [*inspect.signature(kind).parameters.values()][1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if one.name in options:
-            arguments[one.name] = options[one.name]
-        elif one.name in vars(optimizer):
-            arguments[one.name] = copy.deepcopy(vars(optimizer)[one.name])
+        if parameter.name in options:
+            arguments[parameter.name] = options[parameter.name]
+        elif parameter.name in vars(optimizer):
+            arguments[parameter.name] = copy.deepcopy(vars(optimizer)[parameter.name])
         else:
-            raise TypeError(f"{kind.__name__} does not keep its argument {one.name}")
+            raise TypeError(f"{kind.__name__} does not keep its argument {parameter.name}")
     made: Optimizer = kind([{**options, "params": list(weights)}], **arguments)
     return made
 

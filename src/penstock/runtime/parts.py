@@ -109,8 +109,8 @@ class Parts:
         if self._owner_choice is not None:
             self.held = self._owner_choice(self.held, before, context)
         self.gradients = Gradients(self.held, context)
-        self._ids = frozenset(id(one.parameter) for one in self.held)
-        self._has_owners = any(one.owners for one in self.held)
+        self._ids = frozenset(id(weight.parameter) for weight in self.held)
+        self._has_owners = any(weight.owners for weight in self.held)
         self._modules = [model, *map(model.get_submodule, context.layout.units)]
         self._frozen = FrozenParameters(self.held, context, model)
         self.copies = TiedCopies(self.held, context, self._frozen.names)

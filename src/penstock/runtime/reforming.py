@@ -142,7 +142,9 @@ def renewing(engine: Engine) -> Iterator[None]:
     ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its stages
     changes inside is changed on all of them."""
     parts, context = engine.parts, engine.context
-    tied = {one.parameter: one.ranks for one in parts.held if context.layout.are_of_several_stages(one.ranks)}
+    tied = {
+        weight.parameter: weight.ranks for weight in parts.held if context.layout.are_of_several_stages(weight.ranks)
+    }
     with engine.together(Call.RENEW):
         before = {parameter: parameter.detach().clone() for parameter in tied}
         parts.remove_hooks()

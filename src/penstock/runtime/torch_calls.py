@@ -68,10 +68,10 @@ def _install() -> None:
 def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """It only gives the gradients on, of which there may be none: whether they are a pipeline's is known here."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if given and all(one.grad is None for one in given) and not engines_of(given):
+    if given and all(parameter.grad is None for parameter in given) and not engines_of(given):
         return torch.zeros(())
-    found: torch.Tensor = torchs_own(given or parameters, *args, **kwargs)
-    return found
+    norm: torch.Tensor = torchs_own(given or parameters, *args, **kwargs)
+    return norm
 
 
 def _total_norm(
@@ -80,8 +80,8 @@ def _total_norm(
     gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     engine, held = _engine_of(gradients)
     if engine is None:
-        found: torch.Tensor = torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
-        return found
+        total: torch.Tensor = torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
+        return total
     norm: torch.Tensor = engine.norm_of(held, float(norm_type), error_if_nonfinite)
     return norm
 
@@ -91,9 +91,9 @@ def _engine_of(gradients: Sequence[torch.Tensor]) -> tuple[Engine | None, Sequen
     if not gradients:
         return _only_one_trained(), ()
     for engine in _engines:
-        found = engine.held_of(gradients) if engine.is_open else [None]
-        held = [one for one in found if one is not None]
-        if len(held) == len(found):
+        weights = engine.held_of(gradients) if engine.is_open else [None]
+        held = [weight for weight in weights if weight is not None]
+        if len(held) == len(weights):
             return engine, held
         if held:
             raise ValueError(
@@ -119,21 +119,21 @@ def _only_one_trained() -> Engine | None:
 def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """Those whose model has some of these parameters, on whatever rank; in one order on all ranks."""
     own = set(map(id, parameters))
-    known = ((one, (*one.known.values(), known_of(one.split.model).stand_in)) for one in _engines)
+    known = ((engine, (*engine.known.values(), known_of(engine.split.model).stand_in)) for engine in _engines)
     return [engine for engine, every in known if not own.isdisjoint(map(id, every))]
 
 
 def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
     """Whether gradients of this optimizer are not finite, which is so on all ranks if it is on one. Of a rank that has
     no gradient for it torch's own finds nothing, and its step would fail."""
-    found: dict[torch.device, torch.Tensor] = torchs_own(scaler, optimizer, *args)
-    for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
+    infinite: dict[torch.device, torch.Tensor] = torchs_own(scaler, optimizer, *args)
+    for engine in engines_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
         engine.recovery.refuse("a GradScaler", "give the plugin precision='fp16'")
         if engine.is_open:
-            with engine.together(Call.UNSCALE, [int(any(map(bool, found.values())))]) as said:
-                overflow = any(facts[0] for facts in said.values())
-            found[engine.device] = torch.full((), float(overflow), device=engine.device)
-    return found
+            with engine.together(Call.UNSCALE, [int(any(map(bool, infinite.values())))]) as facts_by_rank:
+                overflow = any(facts[0] for facts in facts_by_rank.values())
+            infinite[engine.device] = torch.full((), float(overflow), device=engine.device)
+    return infinite
 
 
 def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *
 
 def _updated_by(optimizer: Optimizer) -> list[Engine]:
     """Those some of whose weights on this rank an optimizer has."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [engine for engine in _engines if engine.parts.updates.has_any_of(parameters)]
 
 
@@ -169,23 +169,23 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     """Before each optimizer's step: refuse one whose updates depend on other parameters, or that runs the model, or
     that works with all ranks; and one that computes from whole matrices where tensor parallelism slices them."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind, engines = type(optimizer).__name__, engines_of(parameters)
     if not engines:
         return
-    found = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
-    if found is Dependence.RANKS:
+    depends_on = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
+    if depends_on is Dependence.RANKS:
         raise NotImplementedError(
             f"{kind} divides its state among all ranks, or exchanges something else between them, as if they were "
             "replicas, but each has parameters of its own. Take torch.optim.AdamW, and sharded_optimizer=True to "
             "divide its state"
         )
     instead, ids = "", set(map(id, parameters))
-    if found is Dependence.PARAMETERS:
+    if depends_on is Dependence.PARAMETERS:
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
         instead = " (clip gradients before step(), if it does that)"
-    elif found is Dependence.MATRIX and any(
-        one.sliced and id(one.parameter) in ids for engine in engines for one in engine.held
+    elif depends_on is Dependence.MATRIX and any(
+        weight.sliced and id(weight.parameter) in ids for engine in engines for weight in engine.held
     ):
         how = "computes an update from the whole of a matrix, but with tensor parallelism each rank has parts of them"
         instead = ", or leave tensor_parallel_size out"
@@ -201,16 +201,16 @@ def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Depende
     """What a trial shows of an optimizer. None is made of torch's own, nor where every rank has all parameters, with
     their gradients: there it does no harm."""
     divided = any(
-        engine.layout.world_size > len(engine.layout.pipelines) or any(one.owners for one in engine.held)
+        engine.layout.world_size > len(engine.layout.pipelines) or any(weight.owners for weight in engine.held)
         for engine in engines
     )
     if not divided or _is_torchs(type(optimizer)):
         return Dependence.NOTHING
-    num_groups, found = _tried.get(optimizer, (0, Dependence.NOTHING))
+    num_groups, depends_on = _tried.get(optimizer, (0, Dependence.NOTHING))
     if num_groups != len(optimizer.param_groups):
-        found = dependence(optimizer, engines[0].device)
-        _tried[optimizer] = len(optimizer.param_groups), found
-    return found
+        depends_on = dependence(optimizer, engines[0].device)
+        _tried[optimizer] = len(optimizer.param_groups), depends_on
+    return depends_on
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:

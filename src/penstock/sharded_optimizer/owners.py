@@ -41,17 +41,17 @@ def choose_owners(groups: Sequence[OwnershipGroup], used: Sequence[float], copie
         used: of each rank, the bytes that it uses without these groups, minus the memory that it has.
         copies: how many owners each group has, if it has as many holders.
     """
-    load, found = list(used), [()] * len(groups)  # type: list[float], list[tuple[int, ...]]
+    load, chosen = list(used), [()] * len(groups)  # type: list[float], list[tuple[int, ...]]
     for index in sorted(range(len(groups)), key=lambda index: (not groups[index].is_trained, -groups[index].num_bytes)):
         columns = list(zip(*groups[index].holders, strict=True))
         fullest = [max(load[rank] for rank in column) for column in columns]
         preferred = groups[index].preferred or range(len(columns))
         ranked = sorted(range(len(columns)), key=lambda place: (place not in preferred, fullest[place]))
-        found[index] = tuple(sorted(ranked[:copies]))
-        for place in found[index]:
+        chosen[index] = tuple(sorted(ranked[:copies]))
+        for place in chosen[index]:
             for rank in columns[place]:
                 load[rank] += groups[index].num_bytes
-    return found
+    return chosen
 
 
 def with_owners(
@@ -65,21 +65,26 @@ def with_owners(
             most = f"{copies} rank{'s' * (copies > 1)}"
             logger.warning("sharded_optimizer has no effect: no parameter is held by more than %s", most)
         return list(held)
-    owners = {(one.name, one.ranks): one.owners for one in before if one.owners}
-    first = [one for one in held if one.ranks[0] == context.rank and len(one.ranks) > 1]
-    new = [one for one in first if (one.name, one.ranks) not in owners]
-    keeps = [one for one in held if context.rank in owners.get((one.name, one.ranks), ())]
-    used = sum(one.parameter.nbytes for one in held) + BYTES_KEPT * sum(one.parameter.nbytes for one in keeps)
+    owners = {(weight.name, weight.ranks): weight.owners for weight in before if weight.owners}
+    first = [weight for weight in held if weight.ranks[0] == context.rank and len(weight.ranks) > 1]
+    new = [weight for weight in first if (weight.name, weight.ranks) not in owners]
+    keeps = [weight for weight in held if context.rank in owners.get((weight.name, weight.ranks), ())]
+    used = sum(weight.parameter.nbytes for weight in held) + BYTES_KEPT * sum(
+        weight.parameter.nbytes for weight in keeps
+    )
     mine = [
         used - (device_memory() or 0.0),
-        [[one.name, one.ranks, one.parameter.nbytes, one.parameter.requires_grad, _preferred(one)] for one in new],
+        [
+            [weight.name, weight.ranks, weight.parameter.nbytes, weight.parameter.requires_grad, _preferred(weight)]
+            for weight in new
+        ],
     ]
-    said = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
+    by_rank = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "choosing owners of parameters")
     holders: dict[str, list[tuple[int, ...]]] = {}
     sizes: dict[str, int] = {}
     trained: set[str] = set()
     preferred: dict[str, tuple[int, ...]] = {}
-    for _, theirs in said:
+    for _, theirs in by_rank:
         for name, ranks, num_bytes, is_trained, places in theirs:
             preferred[name] = tuple(places)
             holders.setdefault(name, []).append(tuple(ranks))
@@ -90,12 +95,12 @@ def with_owners(
         OwnershipGroup(tuple(holders[name]), BYTES_KEPT * sizes[name], name in trained, preferred[name])
         for name in holders
     ]
-    chosen_places = choose_owners(groups, [float(theirs) for theirs, _ in said], copies)
+    chosen_places = choose_owners(groups, [float(theirs) for theirs, _ in by_rank], copies)
     for group, name, chosen in zip(groups, holders, chosen_places, strict=True):
         owners |= {(name, ranks): tuple(ranks[place] for place in chosen) for ranks in group.holders}
-    return [replace(one, owners=owners.get((one.name, one.ranks), ())) for one in held]
+    return [replace(weight, owners=owners.get((weight.name, weight.ranks), ())) for weight in held]
 
 
-def _preferred(one: HeldParameter) -> list[int]:
+def _preferred(weight: HeldParameter) -> list[int]:
     """Among its holders, the places of those that have it under its first name."""
-    return [one.ranks.index(rank) for rank in one.holders_by_first_name]
+    return [weight.ranks.index(rank) for rank in weight.holders_by_first_name]

@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: it passes over what this rank does not own."""
     for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
         handle.remove()
-    for engine in engines_of(one for group in optimizer.param_groups for one in group["params"]):
+    for engine in engines_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
         if engine.options.owner_choice is None:
             continue
         if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
@@ -54,7 +54,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 f"{type(optimizer).__name__} has other weights in evaluation, which it computes from its state: with "
                 "sharded_optimizer only the owner of a weight has that. Take one without train() and eval()"
             )
-        others = [one.parameter for one in _trained(engine, optimizer) if engine.rank not in one.keepers]
+        others = [weight.parameter for weight in _trained(engine, optimizer) if engine.rank not in weight.keepers]
         for parameter in others:
             parameter.grad = None
             optimizer.state.pop(parameter, None)  # made in its __init__, or loaded by other means than a checkpoint
@@ -84,14 +84,14 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
 def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
     """Give all holders the weights that the optimizer has changed at their owners. All ranks call this together."""
     context, trained = engine.context, _trained(engine, optimizer)
-    equality = sum(one.equality_term(context.rank, one.ranks) for one in trained) % MODULUS
-    with engine.together(Call.SEND_UPDATES, [equality, int(refused)]) as said:
-        if any(facts[1] for facts in said.values()):
+    equality = sum(weight.equality_term(context.rank, weight.ranks) for weight in trained) % MODULUS
+    with engine.together(Call.SEND_UPDATES, [equality, int(refused)]) as facts_by_rank:
+        if any(facts[1] for facts in facts_by_rank.values()):
             raise NotImplementedError(
                 f"{type(optimizer).__name__} changes weights, or makes state for them, where they have no gradient: "
                 "sharded_optimizer needs one that passes over them, such as torch.optim.AdamW"
             )
-        if sum(facts[0] for facts in said.values()) % MODULUS:
+        if sum(facts[0] for facts in facts_by_rank.values()) % MODULUS:
             raise ValueError(
                 "the optimizers of some ranks lack parameters that those of others have: with sharded_optimizer give "
                 "each weight to the optimizers of all ranks that hold it, or of none"
@@ -100,7 +100,9 @@ def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
             under_way = []
             for ranks, owner, parameters in _messages(trained):
                 alone = len(parameters) == 1 and parameters[0].is_contiguous()
-                flat = parameters[0].detach() if alone else torch.cat([one.reshape(-1) for one in parameters])
+                flat = (
+                    parameters[0].detach() if alone else torch.cat([parameter.reshape(-1) for parameter in parameters])
+                )
                 real = torch.view_as_real(flat) if flat.is_complex() else flat
                 group = context.groups.reduction[ranks]
                 work = group.broadcast(real, ranks.index(owner))
@@ -117,20 +119,20 @@ def _share(engine: Engine, optimizer: Optimizer, refused: bool) -> None:
 def _trained(engine: Engine, optimizer: Optimizer) -> list[HeldParameter]:
     """Those of an optimizer that have owners and whose gradients are summed, in an order all ranks share."""
     mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    held = {id(one.parameter): one for one in engine.held if one.owners and id(one.parameter) in mine}
-    return [held[id(one)] for bucket in engine.summed for one in bucket if id(one) in held]
+    held = {id(weight.parameter): weight for weight in engine.held if weight.owners and id(weight.parameter) in mine}
+    return [held[id(parameter)] for bucket in engine.summed for parameter in bucket if id(parameter) in held]
 
 
 def _messages(trained: Sequence[HeldParameter]) -> Iterator[tuple[tuple[int, ...], int, list[torch.Tensor]]]:
     """What is sent at once: to which holders, by whom, and what. Large ones go from where they are to where they will
     be, without a copy."""
     small: dict[tuple[tuple[int, ...], int, torch.dtype], list[torch.Tensor]] = {}
-    for one in trained:
-        if len(one.owners) == len(one.ranks):
+    for weight in trained:
+        if len(weight.owners) == len(weight.ranks):
             continue
-        if one.parameter.nbytes >= SENT_ALONE:
-            yield one.ranks, one.owners[0], [one.parameter]
+        if weight.parameter.nbytes >= SENT_ALONE:
+            yield weight.ranks, weight.owners[0], [weight.parameter]
         else:
-            small.setdefault((one.ranks, one.owners[0], one.parameter.dtype), []).append(one.parameter)
+            small.setdefault((weight.ranks, weight.owners[0], weight.parameter.dtype), []).append(weight.parameter)
     for (ranks, owner, _), together in small.items():
         yield ranks, owner, together

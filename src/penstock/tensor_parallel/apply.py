@@ -187,10 +187,10 @@ class TensorParallel:
     # -- what is sharded how -------------------------------------------------------------------------------------------
 
     def _find_shards(self, model: nn.Module, aliases: Sequence[tuple[str, ...]]) -> None:
-        found: dict[str, Sharding] = {}
+        shardings: dict[str, Sharding] = {}
         for name, style in self._styles.items():
             if name in self._shapes:  # a parameter by itself (experts)
-                found[name] = _sharding_of_experts(model, name, style, self._shapes[name])
+                shardings[name] = _sharding_of_experts(model, name, style, self._shapes[name])
                 continue
             module = model.get_submodule(name)
             for parameter in ("weight", "bias"):
@@ -200,22 +200,22 @@ class TensorParallel:
                 if style.along == "part":
                     self.partial.add(full)
                 elif (shard := _sharding_of(module, style, parameter, self._fused(model, name))) is not None:
-                    found[full] = shard
+                    shardings[full] = shard
         for names in aliases:
-            kinds = {found[name] for name in names if name in found}
+            kinds = {shardings[name] for name in names if name in shardings}
             if len(kinds) > 1:
                 raise NotImplementedError(
                     f"{', '.join(names)} are tied, but the plan shards them differently"
                     ": give them one style in the plan"
                 )
             for name in names if kinds else ():
-                if name not in found and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
+                if name not in shardings and name.endswith(".weight") and model.get_submodule(name.rpartition(".")[0]):
                     raise NotImplementedError(
-                        f"{name} is tied to {', '.join(set(names) & found.keys())}, which the tensor-parallel plan "
+                        f"{name} is tied to {', '.join(set(names) & shardings.keys())}, which the tensor-parallel plan "
                         f"shards, but it has no rule for {name}; give it one, or a plan with vocabulary=False"
                     )
                 self.shards[name] = next(iter(kinds))
-        self.shards.update(found)
+        self.shards.update(shardings)
 
     def _fused(self, model: nn.Module, name: str) -> int:
         """How many weights a layer fuses."""

@@ -81,8 +81,8 @@ class _RowConv1D(_Row):
     def forward(self: Any, activation: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return functional.linear(activation, self.weight.t())
-        found: torch.Tensor = super().forward(activation)  # type: ignore[misc]  # a mixin
-        return found
+        output: torch.Tensor = super().forward(activation)  # type: ignore[misc]  # a mixin
+        return output
 
 
 class _Gathered(KeepsForward):

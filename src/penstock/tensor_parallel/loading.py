@@ -61,7 +61,7 @@ class ShardKeeper:
     def shard_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The kept shard of a parameter; None if it is not watched."""
         self._close()
-        watched = next((one for one in self._watched.values() if one.parameter is parameter), None)
+        watched = next((watched for watched in self._watched.values() if watched.parameter is parameter), None)
         if watched is None:
             return None
         same = watched.sharding.shape(parameter.shape, self._count) == list(watched.kept.shape)

@@ -68,8 +68,8 @@ class OwnShares(IterableDataset[Any]):
 class StreamLoader(DataLoaderShard):  # type: ignore[misc]  # a library without types
     def __len__(self) -> int:
         shares: Any = self.dataset
-        found: int = (len(shares.loader) + (0 if shares.loader.drop_last else shares.at_once - 1)) // shares.at_once
-        return found
+        length: int = (len(shares.loader) + (0 if shares.loader.drop_last else shares.at_once - 1)) // shares.at_once
+        return length
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library without types
@@ -133,8 +133,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
                 seeding.func, *seeding.args, **{**seeding.keywords, "rank": self.process_index}
             )
         if not isinstance(data_loader.dataset, IterableDataset) or data_loader.batch_size is None:
-            found: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
-            return found
+            loader: DataLoader[Any] = super().prepare_data_loader(data_loader, *args, **kwargs)
+            return loader
         at_once = 1 if self.split_batches else self.num_processes
         shuffling = getattr(data_loader.dataset, "generator", None)
         prepared: DataLoader[Any] = StreamLoader(
@@ -189,8 +189,8 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
 
         def over_pipelines(mine: torch.Tensor) -> torch.Tensor:
             total = self.gather(mine[None]).sum(0) * scale
-            found: torch.Tensor = total / self.num_processes if reduction == "mean" else total
-            return found
+            reduced: torch.Tensor = total / self.num_processes if reduction == "mean" else total
+            return reduced
 
         return tensor if reduction == "none" else recursively_apply(over_pipelines, tensor)
 

@@ -42,19 +42,19 @@ def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
         ValueError: there is none for a class with a loss of its own; names it.
     """
     above, below = _around(mixin, type(trainer).__mro__)
-    owners = [one for one in (*above, *below) if "compute_loss" in vars(one)]
+    owners = [cls for cls in (*above, *below) if "compute_loss" in vars(cls)]
     if (owner := owners[0]) is Trainer:
         return TrainerAdapter(trainer, owner)
     if owner in above:
         raise not_over_pipelines(f"{owner.__name__}.compute_loss", f"put {mixin.__name__} before the class that has it")
-    of_trl = next((one for one in owners if one.__module__.startswith("trl.")), None)
+    of_trl = next((cls for cls in owners if cls.__module__.startswith("trl.")), None)
     if of_trl is None:
         return UsersLoss(trainer, owner)
-    for one in (*above, *below[: below.index(of_trl)]):
+    for cls in (*above, *below[: below.index(of_trl)]):
         for name in LOSS_METHODS:
-            if name in vars(one):
+            if name in vars(cls):
                 raise not_over_pipelines(
-                    f"{one.__name__}.{name}", f"it is not the loss of {of_trl.__name__}. {OTHER_LOSS}"
+                    f"{cls.__name__}.{name}", f"it is not the loss of {of_trl.__name__}. {OTHER_LOSS}"
                 )
     for adapter in ADAPTERS:
         if _is_public(of_trl, adapter.trainer_class):

@@ -223,8 +223,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     def _exchange_decisions(self, mine: Sequence[int]) -> Mapping[int, Sequence[int]]:
         def exchange() -> Mapping[int, Sequence[int]]:
-            with self.pipelines.engine.together(Call.DECIDE, mine) as said:
-                return said
+            with self.pipelines.engine.together(Call.DECIDE, mine) as facts_by_rank:
+                return facts_by_rank
 
         exchanged: Mapping[int, Sequence[int]] = self.pipelines.surviving(exchange)
         return exchanged
@@ -243,11 +243,11 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
         """Whether this evaluation was the best by rank 0's metrics, also if another rank's differ."""
-        found: bool = super()._determine_best_metric(*args, **kwargs)
+        is_best: bool = super()._determine_best_metric(*args, **kwargs)
         if self.args.metric_for_best_model is None:
-            return found
+            return is_best
         state = self.state
-        mine = [int(found), state.best_global_step or 0, bits_of(float(state.best_metric))]
+        mine = [int(is_best), state.best_global_step or 0, bits_of(float(state.best_metric))]
         by_rank = self._exchange_decisions(mine)
         if (first := list(by_rank[min(by_rank)][:3])) != mine:
             state.best_global_step, state.best_metric = first[1] or None, float_of(first[2])
@@ -274,7 +274,9 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         """As the Trainer's. On a rank that has nothing to train it gets what `model.parameters()` ends with."""
         made: torch.optim.Optimizer = super().create_optimizer(model)
         if not any(group["params"] for group in made.param_groups):
-            made.param_groups[-1]["params"] += [one for one in self.model.parameters() if one.requires_grad]
+            made.param_groups[-1]["params"] += [
+                parameter for parameter in self.model.parameters() if parameter.requires_grad
+            ]
         return made
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -381,13 +383,13 @@ class _RatesOfThisRank(AdafactorSchedule):  # type: ignore[misc]  # a library wi
         optimizer: Any = self.optimizer
         rates = []
         for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
-            first = next((one for one in group["params"] if one.grad is not None), None)
+            first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
             rates.append(base if first is None else optimizer._get_lr(group, optimizer.state[first]))
         return rates
 
 
 def _newest_whole(folder: str) -> str | None:
     """The newest of the Trainer's checkpoints that is whole: it has the file which is written last."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
-    whole = [path for path in found if (path / TRAINER_STATE_NAME).exists()]
+    folders = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
+    whole = [path for path in folders if (path / TRAINER_STATE_NAME).exists()]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None

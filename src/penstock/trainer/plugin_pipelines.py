@@ -68,7 +68,10 @@ class CountingBooster(Booster):
         if "labels" in batch and trainer.model_accepts_loss_kwargs:
             # The Trainer's own rule, for each microbatch: a collator may have shifted some.
             with counting_alone(trainer.args):
-                counted = [trainer._get_num_items_in_batch([one], trainer.args.device) for one in batch.microbatches]
+                counted = [
+                    trainer._get_num_items_in_batch([microbatch], trainer.args.device)
+                    for microbatch in batch.microbatches
+                ]
             if None not in counted:
                 with engine.together(Call.COUNT_LABELS, [sum(int(count) for count in counted)]) as gathered:
                     total = sum(gathered[rank][0] for rank in trainer.accelerator.first_ranks)
@@ -202,7 +205,7 @@ class PluginPipelines(Pipelines):
             raise RuntimeError("with elastic= a Trainer trains once: make a new one, with a new plugin and model")
         self.plugin.on_place = self._take_place
         facts = self.plugin.more_facts
-        facts["the Trainer's callbacks"] = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+        facts["the Trainer's callbacks"] = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
         facts.update({f"the Trainer's {name}": str(getattr(trainer.args, name)) for name in DECIDING})
         given = trainer.model, trainer.optimizer, None, loader, trainer.lr_scheduler
         trainer.model, trainer.optimizer, *_ = self.booster.boost(*given)
@@ -221,7 +224,9 @@ class PluginPipelines(Pipelines):
     def state_dict(self) -> dict[str, Any]:
         """What a process that joins needs to know about the Trainer."""
         trainer = self.trainer
-        callbacks = [one.state() for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        callbacks = [
+            callback.state() for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)
+        ]
         sums = trainer._tr_loss.item(), trainer._total_loss_scalar
         steps = trainer._globalstep_last_logged, trainer._initial_global_step
         return {"state": asdict(trainer.state), "callbacks": callbacks, "sums": (*sums, *steps)}
@@ -233,10 +238,10 @@ class PluginPipelines(Pipelines):
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         self._sums = state["sums"]
-        own = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-        for one, saved in zip(own, state["callbacks"], strict=True):
+        own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+        for callback, saved in zip(own, state["callbacks"], strict=True):
             for name, value in saved["attributes"].items():
-                setattr(one, name, value)
+                setattr(callback, name, value)
 
     def _take_place(self, rank: int, world_size: int) -> None:
         """Tell accelerate and the Trainer which rank this is now."""
@@ -321,16 +326,16 @@ class PluginPipelines(Pipelines):
             done.append(result)
             return result
 
-        found: T = run.run_without_gradients(once)
-        return found
+        outcome: T = run.run_without_gradients(once)
+        return outcome
 
     def _snapshot(self) -> tuple[Any, ...]:
         """What an evaluation or a save changes besides the model and files."""
         trainer = self.trainer
         callbacks = {
-            one: {k: v for k, v in vars(one).items() if isinstance(v, bool | int | float | str | None)}
-            for one in trainer.callback_handler.callbacks
-            if isinstance(one, ExportableState)
+            callback: {k: v for k, v in vars(callback).items() if isinstance(v, bool | int | float | str | None)}
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, ExportableState)
         }
         return list(trainer.state.log_history), copy(trainer.control), callbacks, trainer.model.training
 

@@ -86,14 +86,14 @@ def _counted(
 ) -> dict[str, float]:
     """What one forward on `arguments` costs in each unit, in multiply-adds."""
     with mock.patch.object(functions, "meter", _Meter):
-        found = trace_units(model, functions, arguments)
+        traced = trace_units(model, functions, arguments)
     costs = dict.fromkeys(functions.units, 0.0)
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(configuration_of(model))
-    for call in found.calls:
+    for call in traced.calls:
         costs[call.unit] += call.output.cost + 2 * tokens * active * call.output.kept
-    last = found.calls[-1]
-    logits = found.shapes.get(Value(last.unit, last.index, 0))
+    last = traced.calls[-1]
+    logits = traced.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:
         costs[last.unit] += LOSS_PASSES * FLOPS_PER_ELEMENT * math.prod(logits.shape)
     return costs
@@ -105,8 +105,8 @@ def _active_share(config: Any) -> float:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         experts = getattr(config, name, None)
         if used and isinstance(experts, int) and experts:
-            found: float = min(1.0, used / experts)
-            return found
+            share: float = min(1.0, used / experts)
+            return share
     return 1.0
 
 

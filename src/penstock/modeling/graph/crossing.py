@@ -43,16 +43,16 @@ class BoundaryReport:
         return f"no boundary: {self.reason}" if self.reason else "; ".join(map(str, self.crossing)) or "nothing"
 
 
-def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryReport:
+def boundary_before(traced: Trace, units: list[str], index: int) -> BoundaryReport:
     """What crosses the boundary before the unit `index`."""
     stage_of = {unit: int(place >= index) for place, unit in enumerate(units)}
     try:
-        plan = make_plan(found, stage_of, 2)
+        plan = make_plan(traced, stage_of, 2)
     except NotImplementedError as error:
         return BoundaryReport(units[index - 1], (), str(error))
     collected = {
         Value(call.unit, call.index, leaf): f" {key}"
-        for call in found.calls
+        for call in traced.calls
         for key, leaf in call.output.captured
         if leaf is not None and leaf >= call.output.spec.num_leaves
     }
@@ -60,6 +60,6 @@ def boundary_before(found: Trace, units: list[str], index: int) -> BoundaryRepor
     for value in plan.boundaries[0]:
         origin = value.unit + (f" (call {value.call + 1})" if value.call else "")
         origin += collected.get(value, f" output {value.leaf}" if value.leaf else "")
-        shape = found.shapes[value]
+        shape = traced.shapes[value]
         crossing.append(BoundaryValue(origin, shape.shape, shape.dtype))
     return BoundaryReport(units[index - 1], tuple(crossing))

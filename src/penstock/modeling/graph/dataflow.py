@@ -140,10 +140,10 @@ class DataFlow(TorchDispatchMode):
 
     def sources(self, tree: Any) -> Sources:
         """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
-        found: set[Source] = set()
+        sources: set[Source] = set()
         for tensor in _tensors(tree):
-            found |= self._marks.get(storage_of(tensor)._cdata, NOTHING)
-        return frozenset(found)
+            sources |= self._marks.get(storage_of(tensor)._cdata, NOTHING)
+        return frozenset(sources)
 
     def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
         """Add sources to a tensor (and to everything that shares its storage)."""

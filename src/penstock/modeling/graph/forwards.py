@@ -161,7 +161,7 @@ class Forwards:
         silent = call is None and not asked and "use_cache" in self._signature.parameters
         defaults: tuple[tuple[str, Any], ...] = (("use_cache", False),) if silent else ()
         try:
-            found = trace(
+            traced = trace(
                 self.model, self.functions, self.interceptor, {**inputs, **dict(defaults)},
                 call or self.call, criterion, self.for_criterion(inputs, criterion), self.batch_dim,
                 self._head(criterion) if in_chunks else None,
@@ -175,9 +175,9 @@ class Forwards:
             if inputs.get("fused_lm_head"):  # TRL's, which multiplies with the head's weight itself
                 instead = f'. Leave fused_lm_head out, and write "{KEY}": 1024 in the configuration for the same memory'
             raise refusal(self.model, f"{error}{instead}") from error
-        units = [each.unit for each in found.calls]
+        units = [each.unit for each in traced.calls]
         once = len(set(units)) == len(units)
-        return TracedForward(_entry_of(self._module_names, call), found, defaults, _sizes(inputs), once)
+        return TracedForward(_entry_of(self._module_names, call), traced, defaults, _sizes(inputs), once)
 
     def _head(self, criterion: Criterion | None) -> str:
         """The unit that makes the logits. Raises ChunkedLossError if they cannot be made in chunks."""

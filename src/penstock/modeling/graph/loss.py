@@ -269,15 +269,15 @@ class _LossWeights(TorchFunctionMode):
 def loss_of(output: Any) -> torch.Tensor | None:
     """The loss in an output: its `loss`, a scalar that leads a tuple or is alone in it, or the output, if a scalar."""
     if isinstance(output, (dict, Mapping)):  # first what is quickly told
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, torch.Tensor):
-        found = output
+        loss = output
     elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
         scalars = [entry for entry in output if _is_scalar(entry)]
         return scalars[0] if len(scalars) == 1 or (scalars and scalars[0] is output[0]) else None
     else:
-        found = getattr(output, "loss", None)
-    return found if _is_scalar(found) else None
+        loss = getattr(output, "loss", None)
+    return loss if _is_scalar(loss) else None
 
 
 def _is_scalar(value: Any) -> bool:

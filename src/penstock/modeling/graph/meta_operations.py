@@ -210,7 +210,7 @@ def _description(output: Any) -> Any:
     return None
 
 
-def _made(found: Any) -> Any:
-    if isinstance(found, _Description):
-        return torch.empty_strided(found.size, found.stride, dtype=found.dtype, device="meta")
-    return tuple(map(_made, found))
+def _made(description: Any) -> Any:
+    if isinstance(description, _Description):
+        return torch.empty_strided(description.size, description.stride, dtype=description.dtype, device="meta")
+    return tuple(map(_made, description))

@@ -116,7 +116,7 @@ def make_plan(
     )
     # A set prints in any order, and no stage's run depends on what the code asks and draws.
     left_out = ("written", "asks_inputs", "asks_known", "draws", "batchwise", "digest", "checksum")
-    values = [getattr(plan, one.name) for one in fields(plan) if one.name not in left_out]
+    values = [getattr(plan, attribute.name) for attribute in fields(plan) if attribute.name not in left_out]
     hashed = repr((*values, sorted(map(str, plan.written))))
     # Names and numbers only: what else units return may print an address of this process.
     compared = repr(([(call.unit, call.index, call.stage) for call in calls], plan.boundaries, entry))

@@ -110,10 +110,11 @@ def traced_units(
         except (Untraceable, NotImplementedError) as error:
             failures.append(error)
     # What the likeliest inputs led to says most, unless others led further.
-    said = max(failures, key=lambda failure: getattr(failure, "num_calls", 0))
-    if given is None and not isinstance(model, PreTrainedModel) and said.__cause__ is not None:  # of the model's code
-        raise InputsNeeded(model, str(said)) from said
-    raise refusal(model, str(said)) from said
+    failure = max(failures, key=lambda failure: getattr(failure, "num_calls", 0))
+    of_models_code = failure.__cause__ is not None
+    if given is None and not isinstance(model, PreTrainedModel) and of_models_code:
+        raise InputsNeeded(model, str(failure)) from failure
+    raise refusal(model, str(failure)) from failure
 
 
 def _units_for(
@@ -131,7 +132,7 @@ def _units_for(
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
         try:
             functions = shape_functions({name: model.get_submodule(name) for name in units})
-            found = trace_units(model, functions, arguments, inner_calls)
+            traced = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
             units = _apart(model, _without(model, units, leak.tensor, inner_calls))
             continue
@@ -143,10 +144,10 @@ def _units_for(
                 raise
             units.append(changed.module)
             continue
-        called = {call.unit for call in found.calls}
+        called = {call.unit for call in traced.calls}
         looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
         if not looked_into:
-            return _ordered(model, units, found, arguments), found, functions
+            return _ordered(model, units, traced, arguments), traced, functions
         units = _apart(model, [p for unit in units for p in (_parts(model, unit) if unit in looked_into else [unit])])
     raise Untraceable(
         "no modules were found that its forward calls as a whole"
@@ -233,13 +234,13 @@ def _sequences(module: nn.Module, is_list: bool, in_list: bool = False) -> set[n
     """The `nn.Sequential`s at and below `module` that are lists of blocks, as it is itself if `is_list`. transformers'
     own code has none. Inside an entry of a list (`in_list`), where a block may have a Sequential of its layers, they
     are those that repeat a module of several layers, as the stages of a convolutional network do."""
-    found = {module} if is_list else set()
+    sequences = {module} if is_list else set()
     if type(module).__module__.startswith("transformers."):
-        return found
+        return sequences
     in_list = in_list or is_list or isinstance(module, (nn.ModuleList, nn.ModuleDict))
     for child in module.children():
-        found |= _sequences(child, _is_sequence(child) and (not in_list or _repeats(child)), in_list)
-    return found
+        sequences |= _sequences(child, _is_sequence(child) and (not in_list or _repeats(child)), in_list)
+    return sequences
 
 
 def _is_sequence(module: nn.Module) -> bool:
@@ -316,17 +317,17 @@ def _in_one(
     return [unit for unit in joined if unit != whole] if tuple(joined) in tried else joined
 
 
-def _ordered(model: nn.Module, units: list[str], found: Trace, arguments: Mapping[str, Any]) -> list[str]:
+def _ordered(model: nn.Module, units: list[str], traced: Trace, arguments: Mapping[str, Any]) -> list[str]:
     """Units by their first call; one that is never called stands before the unit that is defined after it. If the trace
     had no images or sounds, although the model takes some, units that were not called are for these, and stand before
     the first block at the latest: what they compute goes into its input."""
     first: dict[str, int] = {}
-    for position, call in enumerate(found.calls):
+    for position, call in enumerate(traced.calls):
         first.setdefault(call.unit, position)
     blocks = [position for unit, position in first.items() if unit.rpartition(".")[2].isdigit()]
     media = [name for name in MEDIA if name in inspect.signature(model.forward).parameters]
-    latest = min(blocks) if blocks and media and not any(name in arguments for name in media) else len(found.calls)
-    following = len(found.calls)
+    latest = min(blocks) if blocks and media and not any(name in arguments for name in media) else len(traced.calls)
+    following = len(traced.calls)
     place: dict[str, tuple[int, int]] = {}
     for index in range(len(units) - 1, -1, -1):
         unit = units[index]

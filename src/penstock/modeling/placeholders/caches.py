@@ -117,8 +117,8 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
             setattr(layer, name, own.new_empty((*like.shape[:2], own.shape[2], like.shape[3])))
         if hasattr(layer, "device"):
             layer.device = torch.device("meta")
-        found: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
-        return found
+        result: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return result
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         if not self.remembers:
@@ -128,31 +128,31 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
         own = layer.indexer_keys
         if own is not None and own.dim() == 3:
             layer.indexer_keys = own.new_empty((*own.shape[:2], indexer_key_states.shape[2]))
-        found: torch.Tensor = layer.update_indexer(indexer_key_states)
-        return found
+        keys: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return keys
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self.real.get_seq_length(layer_idx))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._state_layer(layer_idx).conv_states[state_idx]
-        return found
+        state: torch.Tensor | None = self._state_layer(layer_idx).conv_states[state_idx]
+        return state
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        found: torch.Tensor = self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
-        return found
+        state: torch.Tensor = self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+        return state
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._state_layer(layer_idx).recurrent_states[state_idx]
-        return found
+        state: torch.Tensor | None = self._state_layer(layer_idx).recurrent_states[state_idx]
+        return state
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        found: torch.Tensor = self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        return found
+        state: torch.Tensor = self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return state
 
     def _state_layer(self, layer_idx: int) -> Any:
         """A layer's state on the meta device. Raises IndexError if it has begun, but not in an earlier call."""

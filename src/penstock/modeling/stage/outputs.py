@@ -192,12 +192,12 @@ def merge_outputs(
     def larger(path: Sequence[Any]) -> Any:
         if shapes is None:
             return None
-        found: Any = shapes()
+        shape: Any = shapes()
         for step in path:
-            if step not in found and isinstance(step, str):  # the first microbatch lacks it
+            if step not in shape and isinstance(step, str):  # the first microbatch lacks it
                 return None
-            found = found[step]
-        return found
+            shape = shape[step]
+        return shape
 
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for output in outputs for name in output):

@@ -109,7 +109,9 @@ class SplitModel:
         Units of stages that are no longer held become ghosts. Units that were ghosts get back the same `Parameter`
         objects and buffers, with storage of undefined values: fill everything in `taken` before the next forward. What
         an optimizer knows of either is the caller's business. Plans are made anew from what was traced before."""
-        if name := next((name for name, one in self.model.named_modules() if known_of(one).packed is not None), None):
+        if name := next(
+            (name for name, module in self.model.named_modules() if known_of(module).packed is not None), None
+        ):
             raise NotImplementedError(f"{name} has packed weights, which cannot be given to another stage")
         self._place(stages, local_stages)
 
@@ -353,14 +355,15 @@ class SplitModel:
         received: Sequence[torch.Tensor],
         **options: Any,
     ) -> StageRun:
-        found = self._stage_plans.get((plan.digest, stage))
-        if found is None:
-            found = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
-        if len(received) != found.num_received:
+        stage_plan = self._stage_plans.get((plan.digest, stage))
+        if stage_plan is None:
+            stage_plan = self._stage_plans[plan.digest, stage] = make_stage_plan(plan, stage)
+        if len(received) != stage_plan.num_received:
             raise RuntimeError(
-                f"stage {stage} was given {len(received)} values, but {found.num_received} cross the boundary before it"
+                f"stage {stage} was given {len(received)} values, but {stage_plan.num_received} cross the boundary "
+                "before it"
             )
-        return StageRun(found, self._forwards.functions, received, partial(self._device_of, inputs), **options)
+        return StageRun(stage_plan, self._forwards.functions, received, partial(self._device_of, inputs), **options)
 
     def _device_of(self, inputs: Mapping[str, Any]) -> torch.device:
         given = next((value.device for value in inputs.values() if isinstance(value, torch.Tensor)), None)

@@ -48,13 +48,13 @@ def resolve_model_class(config: PretrainedConfig, model_class: type | None = Non
     for None the first of `config.architectures`, which is the class that wrote the checkpoint."""
     if model_class is None:
         names = config.architectures or []
-        found = getattr(transformers, names[0], None) if names else None
-        if not isinstance(found, type):
+        cls = getattr(transformers, names[0], None) if names else None
+        if not isinstance(cls, type):
             raise ValueError(
                 f"cannot tell the model class: the configuration ({type(config).__name__}) has architectures={names}, "
                 "and transformers has no such class; pass model_class=, for example AutoModelForCausalLM"
             )
-        return found
+        return cls
     if (mapping := getattr(model_class, "_model_mapping", None)) is not None:
         if type(config) not in mapping:
             raise ValueError(f"{model_class.__name__} has no model for a {type(config).__name__}; pass model_class=")

@@ -136,10 +136,10 @@ def refuse_arguments(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} cannot be combined with pipeline stages; load without it{experts}")
     device_map = kwargs.get("device_map")
     try:
-        one = device_map is None or torch.device(device_map).type != "meta"
+        is_one_device = device_map is None or torch.device(device_map).type != "meta"
     except (RuntimeError, TypeError):
-        one = False
-    if not one:
+        is_one_device = False
+    if not is_one_device:
         raise ValueError(f"device_map must name one device when loading stages, but is {device_map!r}")
 
 
@@ -294,8 +294,8 @@ def _with_tied_names(model: PreTrainedModel, names: set[str]) -> frozenset[str]:
     shared: dict[int, set[str]] = {}
     for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         shared.setdefault(id(parameter), set()).add(name)
-    found = set(names)
+    tied_names = set(names)
     for group in [*groups.values(), *(group for group in shared.values() if len(group) > 1)]:
-        if group & found:
-            found |= group
-    return frozenset(found)
+        if group & tied_names:
+            tied_names |= group
+    return frozenset(tied_names)

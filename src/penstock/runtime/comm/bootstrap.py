@@ -97,7 +97,7 @@ def agree_on_start(store: dist.Store, rank: int, world_size: int, limit: datetim
 
     if rank == 0:
         if not gloo.comes(all_have_come, limit):
-            late = [one for one in range(1, world_size) if not store.check([f"{where}/{mine}/{one}"])]
+            late = [other for other in range(1, world_size) if not store.check([f"{where}/{mine}/{other}"])]
             raise TimeoutError(
                 f"ranks {late} did not start within {limit}"
                 ": see their logs, and whether as many processes were started as WORLD_SIZE says"
@@ -175,12 +175,12 @@ def rank_and_world_size() -> tuple[int, int]:
 def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from a launcher's environment; None without a
     launcher."""
-    found = [names for names in LAUNCHERS if names[0] in environment and names[1] in environment]
+    launchers = [names for names in LAUNCHERS if names[0] in environment and names[1] in environment]
     # Inside a job of one task somebody else may start processes.
-    found = [names for names in found if (names[1], environment[names[1]]) != ("SLURM_NTASKS", "1")]
-    if not found:
+    launchers = [names for names in launchers if (names[1], environment[names[1]]) != ("SLURM_NTASKS", "1")]
+    if not launchers:
         return None
-    rank, world_size, local_rank = (environment.get(name, "") for name in found[0])
+    rank, world_size, local_rank = (environment.get(name, "") for name in launchers[0])
     if not (rank.isdigit() and world_size.isdigit() and int(rank) < int(world_size)):
         raise ValueError(
             f"the launcher's environment says rank {rank!r} of {world_size!r} processes"

@@ -61,11 +61,11 @@ class Ranks:
         failed here, or a RuntimeError that names the others, and why; and says what is `unchanged`."""
         failure: BaseException | None = None
         try:
-            said = _encoded([work(), None])
+            outcome = _encoded([work(), None])
         except BaseException as error:  # whatever it is, the other ranks must hear of it
-            failure, said = error, _encoded([None, self._words(error)])
+            failure, outcome = error, _encoded([None, self._words(error)])
         try:
-            outcomes = self._exchange(said, doing)
+            outcomes = self._exchange(outcome, doing)
         except Exception as lost:
             if failure is None:
                 raise
@@ -89,8 +89,8 @@ class Ranks:
         most = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device())
         with self._guard(doing, self._others):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        found = most.tolist()
-        if all(high == -low for high, low in zip(found[:4], found[4:], strict=True)):
+        values = most.tolist()
+        if all(high == -low for high, low in zip(values[:4], values[4:], strict=True)):
             return None
         return self.exchange(mine, doing)
 
@@ -137,8 +137,8 @@ class Ranks:
         """Raise what `together` raises; `failed` has what each rank that failed told of its error."""
         if own is not None:
             raise own
-        said = "; ".join(f"rank {rank} failed while {doing}: {words}" for rank, words in failed.items())
-        raise RuntimeError(said + (f"; {unchanged}" if unchanged else ""))
+        message = "; ".join(f"rank {rank} failed while {doing}: {words}" for rank, words in failed.items())
+        raise RuntimeError(message + (f"; {unchanged}" if unchanged else ""))
 
     @property
     def _others(self) -> list[int]:

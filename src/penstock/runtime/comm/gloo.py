@@ -97,7 +97,7 @@ def await_ranks(
     store.set(f"{key}/{rank}", "here")
     store.add(f"{key}/count", 1)
     if not comes(lambda: store.add(f"{key}/count", 0) >= size, limit, check):
-        late = [one for one in range(size) if not store.check([f"{key}/{one}"])]
+        late = [other for other in range(size) if not store.check([f"{key}/{other}"])]
         raise dist.DistStoreError(f"ranks {late} did not come within {limit}")
 
 

@@ -242,7 +242,7 @@ class PendingRollCall:
         assert len(facts) <= MAX_SHARED, f"{len(facts)} shared facts: raise MAX_SHARED"
         numbers = [CALLS.index(self._call), *facts, *[0] * (MAX_SHARED - len(facts))]
         flags = self._given_up, wrong or shared.wrong
-        most = torch.tensor([*numbers, *(-one for one in numbers), *flags], dtype=torch.int64)
+        most = torch.tensor([*numbers, *(-number for number in numbers), *flags], dtype=torch.int64)
         with self._roll_call.guard(number, self._call):
             return group.allreduce([most], dist.ReduceOp.MAX), most
 

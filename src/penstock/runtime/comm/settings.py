@@ -70,7 +70,10 @@ class Settings(NamedTuple):
         this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` and `batches_differ` find
         nothing."""
         by_rank = {rank: Settings(*facts) for rank, facts in gathered.items()}
-        batches = {(one.num_microbatches, one.fingerprint, one.plans, one.schedule) for one in by_rank.values()}
+        batches = {
+            (settings.num_microbatches, settings.fingerprint, settings.plans, settings.schedule)
+            for settings in by_rank.values()
+        }
         frozen = _frozen_in(pipeline, by_rank)
         (apart, whole), *others = frozen
         wrong = len(batches) > 1 or apart != 0 or bool(others)
@@ -104,8 +107,8 @@ class Settings(NamedTuple):
             _compare_schedules({rank: by_rank[rank].schedule for rank in pipeline.ranks()})
         if len(by_rank) < layout.world_size:
             return True
-        found = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, by_rank)}
-        return len(found) == 1 and all(apart == 0 for apart, _ in found)
+        frozen_sets = {frozen for pipeline in pipelines for frozen in _frozen_in(pipeline, by_rank)}
+        return len(frozen_sets) == 1 and all(apart == 0 for apart, _ in frozen_sets)
 
 
 def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -> NoReturn:
@@ -133,8 +136,10 @@ def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -
 def _with_one_batch(layout: Layout, among: Container[int]) -> list[list[int]]:
     """The ranks that must be given the same batch, of those `among` which this is asked."""
     replicas = map(layout.of_replica, range(layout.num_replicas))
-    found = ([rank for pipeline in replica for rank in pipeline.ranks() if rank in among] for replica in replicas)
-    return [ranks for ranks in found if ranks]
+    ranks_by_replica = (
+        [rank for pipeline in replica for rank in pipeline.ranks() if rank in among] for replica in replicas
+    )
+    return [ranks for ranks in ranks_by_replica if ranks]
 
 
 def _differ(own: Mapping[int, tuple[Any, ...]]) -> bool:
@@ -146,7 +151,7 @@ def _unlike(own: Mapping[int, tuple[Any, ...]], verb: str, other: str) -> str:
     kinds = list(dict.fromkeys(own.values()))
     forms = [form for form, _ in kinds]
     words = [f"{other} ({form})" if form in forms[:place] else form for place, form in enumerate(forms)]
-    return in_words({rank: kinds.index(one) for rank, one in own.items()}, words.__getitem__, verb)
+    return in_words({rank: kinds.index(kind) for rank, kind in own.items()}, words.__getitem__, verb)
 
 
 def _frozen_in(pipeline: PipelineLayout, by_rank: Mapping[int, Settings]) -> set[tuple[int, int]]:
@@ -250,7 +255,7 @@ class FrozenParameters:
     """
 
     def __init__(self, held: Sequence[HeldParameter], context: RankContext, model: nn.Module):
-        self._parameters = [one.parameter for one in held]
+        self._parameters = [weight.parameter for weight in held]
         self._flags: tuple[bool, ...] = ()
         self._types: tuple[torch.dtype, ...] = ()
         self._changed: Sequence[int] = ()
@@ -258,16 +263,16 @@ class FrozenParameters:
         # Of each parameter, what is said of it if it is frozen.
         self._said: list[tuple[int, int]] = []
         pipeline, shard = frozenset(context.pipeline_ranks), context.pipeline.ranks(context.place.tensor_parallel_rank)
-        for one in held:
-            holders = [rank for rank in one.ranks if rank in pipeline]
+        for weight in held:
+            holders = [rank for rank in weight.ranks if rank in pipeline]
             first = next(rank for rank in holders if rank in shard)
             self._said.append((
-                one.equality_term(context.rank, tuple(holders)),
-                one.digest * (first == context.rank),
+                weight.equality_term(context.rank, tuple(holders)),
+                weight.digest * (first == context.rank),
             ))  # fmt: skip
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         # By its first name in the unsplit model, the name that `named_parameters()` gives here.
-        self.names = {one.name: own.get(id(one.parameter), one.name) for one in held}
+        self.names = {weight.name: own.get(id(weight.parameter), weight.name) for weight in held}
 
     def numbers(self, changed: Sequence[int] = (), faults: int = 0) -> tuple[int, int, int]:
         """This rank's `Settings.frozen`, `frozen_whole` and `trainable`. What is said of those at the places `changed`,

@@ -94,9 +94,9 @@ class Totals:
         with self._guard("summing losses"):
             while self._summing:
                 self._summing.pop().wait()
-        value, *found = self._sums.tolist()
+        value, *sums = self._sums.tolist()
         loss = torch.tensor(value, dtype=torch.float64) if self._on_host else self._loss
-        return loss, StepFacts(*map(int, found))
+        return loss, StepFacts(*map(int, sums))
 
     def sums(self, values: Sequence[float], doing: str = "summing over the pipelines") -> list[float]:
         """Sum what the pipelines' last stages give; what others give counts for nothing. Every rank gets the sums. All

@@ -85,10 +85,10 @@ class Endings:
         if not suspects:
             return cause, None
         if account.is_own:
-            said = self.words.get(seen_by, "")
+            words = self.words.get(seen_by, "")
             # Its exception may have come up through the loop's body, which this library does not see.
-            said = f"{said}; " if said and said not in cause else ""
-            return f"rank {seen_by} failed: {said}{cause}", seen_by
+            words = f"{words}; " if words and words not in cause else ""
+            return f"rank {seen_by} failed: {words}{cause}", seen_by
         # A connection may also have been closed by one that lost another rank itself.
         certain = [rank for rank in suspects if rank in self.lost] or sorted(self.lost) or suspects
         if len(certain) > 1:
@@ -311,8 +311,8 @@ class FailureBoard:
         named = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}" if others else "another rank"
         # Without the path of its source file, and without its advice.
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip())
-        said = text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__
-        return self.abort(f"lost the connection to {named} while {doing} ({said})", suspects=others)
+        message = text.splitlines()[0].split(". This is typically")[0][:200] if text else type(error).__name__
+        return self.abort(f"lost the connection to {named} while {doing} ({message})", suspects=others)
 
     @property
     def _is_own_failure(self) -> bool:

@@ -97,8 +97,8 @@ class Inquiries:
     def _turn(self, board: FailureBoard) -> float:
         """How many seconds others have to ask first."""
         rank, world = self._watch.rank, _call(board.position.report()).world_number is not None
-        found: float = TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
-        return found
+        seconds: float = TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
+        return seconds
 
     def _conclude(self, board: FailureBoard, waited: float, told: bool) -> bool:
         """Say where the others are, unless that was `told`; returns whether to ask again, as some have not answered."""
@@ -123,13 +123,13 @@ class Inquiries:
         ]  # fmt: skip
         if not there:
             there = ["all other ranks wait there too"]
-        said = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
+        message = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
         if impossible or gone:
-            board.fail(f"{said}; this can never end", suspects=())
+            board.fail(f"{message}; this can never end", suspects=())
         elif not told and (silent or waited >= board.patience):
-            logger.warning(said)
+            logger.warning(message)
             if silent:
-                self._watch.ring.tell({"board": board.name, "said": said}, lasting=False)
+                self._watch.ring.tell({"board": board.name, "said": message}, lasting=False)
         return bool(silent)
 
 

@@ -163,8 +163,8 @@ class Ring:
     def tell_one(self, address: dict[str, Any], news: dict[str, Any]) -> None:
         """Send news to one rank alone, by its `address`. What does not arrive is lost."""
         with contextlib.suppress(OSError, ValueError, KeyError), _connect(address) as connection:
-            said = json.loads(connection.makefile("rb").readline(LONGEST_LINE))
-            call = self._call(address, said["number"], secrets.token_hex(16), news)
+            answer = json.loads(connection.makefile("rb").readline(LONGEST_LINE))
+            call = self._call(address, answer["number"], secrets.token_hex(16), news)
             connection.sendall(json.dumps(call).encode() + b"\n")
 
     def serve(self, on_tick: Callable[[], None], every: float) -> None:

@@ -40,15 +40,15 @@ def warn_of_stranger(host: str) -> None:
     logger.warning("a call from %s was refused: all ranks must have the same %s", host, SECRET)
 
 
-def proof(*said: Any) -> str:
+def proof(*facts: Any) -> str:
     """What nobody can say of `said` who does not know the job's secret."""
-    secret, text = os.environ.get(SECRET, "").encode(), json.dumps(said, sort_keys=True)
+    secret, text = os.environ.get(SECRET, "").encode(), json.dumps(facts, sort_keys=True)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-def proves(given: str, *said: Any) -> bool:
+def proves(given: str, *facts: Any) -> bool:
     """Whether `given` is the `proof` of `said`."""
-    return hmac.compare_digest(given.encode(), proof(*said).encode())
+    return hmac.compare_digest(given.encode(), proof(*facts).encode())
 
 
 def interface(host: str | None) -> str | None:
@@ -57,9 +57,9 @@ def interface(host: str | None) -> str | None:
         for family, _, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[: host is not None]:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                found: str = probe.getsockname()[0]
+                own_address: str = probe.getsockname()[0]
             # A machine may know its own name by a loopback address, at which no other machine can call it.
-            return None if is_loopback(found) and host not in ("localhost", address[0]) else found
+            return None if is_loopback(own_address) and host not in ("localhost", address[0]) else own_address
     return None
 
 
@@ -80,7 +80,7 @@ def listen(address: str | None, port: int = 0) -> socket.socket:
 
 def own_addresses() -> list[str]:
     """Addresses of this machine as another rank may know it, the likeliest first."""
-    found = []
+    addresses = []
     with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    return list(dict.fromkeys([*addresses, "127.0.0.1"]))

@@ -31,10 +31,12 @@ class TiedCopies:
 
     def __init__(self, held: Sequence[HeldParameter], context: RankContext, names: Mapping[str, str]) -> None:
         several = context.layout.are_of_several_stages
-        plain = (one for one in held if one.parameter.layout is torch.strided and one.parameter.dtype in _FLOATS)
-        self._tied = [one for one in plain if several(one.ranks)]
+        plain = (
+            weight for weight in held if weight.parameter.layout is torch.strided and weight.parameter.dtype in _FLOATS
+        )
+        self._tied = [weight for weight in plain if several(weight.ranks)]
         pipeline = frozenset(context.pipeline_ranks)
-        self._holders = [tuple(rank for rank in one.ranks if rank in pipeline) for one in self._tied]
+        self._holders = [tuple(rank for rank in weight.ranks if rank in pipeline) for weight in self._tied]
         self._context, self._names = context, names
         self._versions: list[int] = []
         self._equality_term = 0
@@ -44,10 +46,10 @@ class TiedCopies:
         `training` the host does not wait for an accelerator: the copies there count as the same."""
         if training and self._context.device.type != "cpu":
             return 0
-        versions, rank = [one.parameter._version for one in self._tied], self._context.rank
+        versions, rank = [weight.parameter._version for weight in self._tied], self._context.rank
         if versions != self._versions:
-            terms = [one.equality_term(rank, among) for one, among in zip(self._tied, self._holders, strict=True)]
-            sums = [_checksum(one.parameter) for one in self._tied]
+            terms = [weight.equality_term(rank, among) for weight, among in zip(self._tied, self._holders, strict=True)]
+            sums = [_checksum(weight.parameter) for weight in self._tied]
             self._equality_term = sum(term * checksum for term, checksum in zip(terms, sums, strict=True)) % MODULUS
             self._versions = versions
         return self._equality_term
@@ -56,29 +58,29 @@ class TiedCopies:
     def reconcile(self, adopt: bool = False) -> str | None:
         """Where copies differ by roundings, or whatever they differ by with `adopt`, all take that of the first holder.
         What to say if they differ by more. All ranks call this together."""
-        rank, groups, found = self._context.rank, self._context.groups, {}
+        rank, groups, apart_by_name = self._context.rank, self._context.groups, {}
         with self._context.board.guard("comparing tied weights", self._context.everyone):
-            for one in self._tied:
-                own = one.parameter.detach()
-                first = own.clone() if rank == one.ranks[0] else torch.zeros_like(own)
+            for weight in self._tied:
+                own = weight.parameter.detach()
+                first = own.clone() if rank == weight.ranks[0] else torch.zeros_like(own)
                 real = torch.view_as_real(first) if first.is_complex() else first
-                group = groups.reduction[one.ranks]
+                group = groups.reduction[weight.ranks]
                 work = dist.all_reduce(real, group=group, async_op=True)
                 wait_for_all(work, group, real.device, self._context.board.check)
                 apart = float((first - own).abs().max()) if own.numel() else 0.0
                 limit = ROUNDINGS * torch.finfo(own.dtype).eps * float(first.abs().max()) if own.numel() else 0.0
                 if apart > limit:
-                    found[one.name] = apart
+                    apart_by_name[weight.name] = apart
                 if apart and (adopt or apart <= limit):
-                    one.parameter.copy_(first)
+                    weight.parameter.copy_(first)
         self._versions = []
-        mine = {one.name: [found.get(one.name, 0.0), self._names[one.name]] for one in self._tied}
+        mine = {weight.name: [apart_by_name.get(weight.name, 0.0), self._names[weight.name]] for weight in self._tied}
         every = Ranks(groups.world_control, self._context.board.guard).exchange(mine, "comparing tied weights")
         for name in dict.fromkeys(name for theirs in every for name in theirs):
-            said = {rank: theirs[name] for rank, theirs in enumerate(every) if name in theirs}
-            apart = max(difference for difference, _ in said.values())
+            by_rank = {rank: theirs[name] for rank, theirs in enumerate(every) if name in theirs}
+            apart = max(difference for difference, _ in by_rank.values())
             if apart:
-                here = ", ".join(f"{local} on rank {rank}" for rank, (_, local) in said.items())
+                here = ", ".join(f"{local} on rank {rank}" for rank, (_, local) in by_rank.items())
                 return (
                     f"the copies of the tied weight {name} ({here}) differ by up to {apart:.3g}: each rank updates its "
                     "own, and these were updated unlike, as by parameter groups that go by names, by an optimizer that "

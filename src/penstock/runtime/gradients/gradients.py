@@ -24,7 +24,7 @@ from penstock.runtime.gradients.weight_gradients import WeightGradientQueues
 
 class Gradients:
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
-        self.parameters = [one.parameter for one in held]
+        self.parameters = [weight.parameter for weight in held]
         self.queues = WeightGradientQueues()
         self.reducer = GradientReducer(held, context, self.queues.awaits)
         self.norm = GradientNorm(held, context)
@@ -80,9 +80,9 @@ class GradientNorm:
     def held_of(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
         """Whose these gradients are: parameters of this rank, or None for others'."""
         places: dict[tuple[Any, ...], HeldParameter] = {}
-        for one in self._held:
-            if one.parameter.grad is not None:
-                places[_place(one.parameter.grad)] = one
+        for weight in self._held:
+            if weight.parameter.grad is not None:
+                places[_place(weight.parameter.grad)] = weight
         return [places.get(_place(gradient)) for gradient in gradients]
 
     def of_all(self, norm_type: float = 2.0, held: Sequence[HeldParameter] | None = None) -> torch.Tensor:
@@ -90,7 +90,9 @@ class GradientNorm:
         float64. Not finite if one of them is not."""
         # Each logical parameter is counted by one rank.
         rank, index = self._context.rank, self._context.place.tensor_parallel_rank
-        counted = [one.parameter for one in (self._held if held is None else held) if one.counted_by(rank, index)]
+        counted = [
+            weight.parameter for weight in (self._held if held is None else held) if weight.counted_by(rank, index)
+        ]
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         largest = math.isinf(norm_type)
         # The sum runs over ranks and over very unlike tensors: float64 keeps it independent of their order in practice.

@@ -49,8 +49,8 @@ class GradientReducer:
 
     def __init__(self, held: Sequence[HeldParameter], context: RankContext, awaits: Callable[[torch.Tensor], bool]):
         self._context, self._awaits = context, awaits
-        self._shared = [one for one in held if len(one.ranks) > 1]
-        self._parameters = [one.parameter for one in self._shared]
+        self._shared = [weight for weight in held if len(weight.ranks) > 1]
+        self._parameters = [weight.parameter for weight in self._shared]
         self._arrange(tuple(map(requires_grad, self._parameters)))
         # Nothing is launched before the final backward of a step. From then on the reducer is armed: a parameter whose
         # gradient is complete is not pending in its bucket any more, and a bucket in which none is pending is launched
@@ -106,7 +106,9 @@ class GradientReducer:
         """
         self._armed = False
         self._next = 0
-        included = tuple(requires_grad(one) or id(one) in self._to_be_summed for one in self._parameters)
+        included = tuple(
+            requires_grad(parameter) or id(parameter) in self._to_be_summed for parameter in self._parameters
+        )
         if included != self._included:
             self._arrange(included)
         self._num_allowed = self._num_early
@@ -324,8 +326,8 @@ class Bucket:
     def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """What is summed, each gradient's part of it, and the numbers that say who has one."""
         first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
-        if self.in_place and (found := _dense(first)) is not None:
-            self._flat, self._views = found.view(-1), [found]
+        if self.in_place and (gradient := _dense(first)) is not None:
+            self._flat, self._views = gradient.view(-1), [gradient]
         elif self._flat is None or self._flat.dtype != first.dtype or self._flat.device != first.device:
             if not self.in_place:
                 sizes.append(len(sizes))
@@ -356,14 +358,14 @@ def make_buckets(held: Sequence[HeldParameter], capacity: int = BUCKET_BYTES) ->
     """
     buckets: list[Bucket] = []
     latest: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}
-    side_by_side = Counter(ranks for ranks, _ in {(one.ranks, one.keepers) for one in held})
-    for one in reversed(held):
-        key = one.ranks, one.keepers, one.parameter.dtype
-        size = one.parameter.numel() * one.parameter.element_size()
+    side_by_side = Counter(ranks for ranks, _ in {(weight.ranks, weight.keepers) for weight in held})
+    for weight in reversed(held):
+        key = weight.ranks, weight.keepers, weight.parameter.dtype
+        size = weight.parameter.numel() * weight.parameter.element_size()
         bucket, used = latest.get(key, (None, 0))
-        if bucket is None or used + size > capacity // side_by_side[one.ranks]:
-            bucket, used = Bucket([], one.ranks, one.keepers), 0
+        if bucket is None or used + size > capacity // side_by_side[weight.ranks]:
+            bucket, used = Bucket([], weight.ranks, weight.keepers), 0
             buckets.append(bucket)
-        bucket.parameters.append(one.parameter)
+        bucket.parameters.append(weight.parameter)
         latest[key] = bucket, used + size
     return buckets

@@ -91,9 +91,9 @@ def mixed_update(states: Mapping[int, int]) -> str | None:
     if not ranks[Update.PART] and not (ranks[Update.NONE] and ranks[Update.WHOLE]):
         return None
     words = {Update.WHOLE: "took it", Update.PART: "took a part of it", Update.NONE: "did not take it"}
-    said = [f"{ranks_in_words(ranks[state])} {what}" for state, what in words.items() if ranks[state]]
+    messages = [f"{ranks_in_words(ranks[state])} {what}" for state, what in words.items() if ranks[state]]
     return (
-        f"the optimizer's last step was interrupted: {', '.join(said)}. The checkpoint holds weights of two "
+        f"the optimizer's last step was interrupted: {', '.join(messages)}. The checkpoint holds weights of two "
         "neighbouring steps. To go on, load it (or an earlier one) on all ranks rather than train on in this process, "
         "as copies of one weight may differ between pipelines"
     )

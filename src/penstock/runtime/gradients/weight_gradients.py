@@ -172,8 +172,8 @@ def make_forward(queues: WeightGradientQueues, transposed: bool) -> Callable[[An
             return functional.linear(input, weight.t() if transposed else weight, bias)
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        found: torch.Tensor = _apply(input, weight, bias, (queues, transposed, weight, bias))
-        return found
+        output: torch.Tensor = _apply(input, weight, bias, (queues, transposed, weight, bias))
+        return output
 
     return forward
 

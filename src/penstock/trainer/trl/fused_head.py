@@ -54,10 +54,10 @@ def add_fused_head(
         if not fused_lm_head:
             return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
         assert labels is not None
-        found = original(*args, **kwargs)
+        output = original(*args, **kwargs)
         following = labels[:, 1:]
-        values = per_token(found.logits[:, :-1], following, temperature, outputs)
-        return FusedCausalLMOutput(**values, aux_loss=found.get("aux_loss"))
+        values = per_token(output.logits[:, :-1], following, temperature, outputs)
+        return FusedCausalLMOutput(**values, aux_loss=output.get("aux_loss"))
 
     model.forward = types.MethodType(forward, model)
 
@@ -84,25 +84,25 @@ def _of_part(
 ) -> dict[str, torch.Tensor]:
     raised = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     log_probs = raised.log_softmax(-1)
-    found = {"log_probs": log_probs.gather(-1, labels[:, None])[:, 0]}
+    figures = {"log_probs": log_probs.gather(-1, labels[:, None])[:, 0]}
     if "entropy" in wanted:
         # Not p log p: a token that cannot be is -inf in the logits.
-        found["entropy"] = torch.special.entr(log_probs.exp()).sum(-1)
+        figures["entropy"] = torch.special.entr(log_probs.exp()).sum(-1)
     with torch.no_grad():
         if "log_sum_sq_probs" in wanted:
-            found["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
+            figures["log_sum_sq_probs"] = (2 * log_probs).logsumexp(-1)
         if "mean_logits" in wanted:
-            found["mean_logits"] = raised.mean(-1)
+            figures["mean_logits"] = raised.mean(-1)
         if "is_top1" in wanted:
-            found["is_top1"] = raised.argmax(-1) == labels
-    return found
+            figures["is_top1"] = raised.argmax(-1) == labels
+    return figures
 
 
 @contextmanager
 def with_fused_head_of_stages(kind: type) -> Iterator[None]:
     """Inside, the modules of TRL's classes among the bases of `kind` have `add_fused_head` in the place of theirs."""
     with ExitStack() as patches:
-        for module in {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("trl.")}:
+        for module in {inspect.getmodule(cls) for cls in kind.__mro__ if cls.__module__.startswith("trl.")}:
             if hasattr(module, "add_fused_lm_head"):
                 patches.enter_context(mock.patch.object(module, "add_fused_lm_head", add_fused_head))
         yield

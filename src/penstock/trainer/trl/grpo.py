@@ -144,15 +144,17 @@ class GRPO(OwnLoss):
             with mock.patch.object(module, "gather", lambda rewards: rewards), all_restored(generators_in_use()):
                 rewards: list[list[float]] = own(*given).tolist()
             logged = {name: [float(value) for value in values] for name, values in trainer._pending_metrics.items()}
-            return [[None if math.isnan(one) else one for one in row] for row in rewards], logged
+            return [[None if math.isnan(reward) else reward for reward in row] for row in rewards], logged
 
         with engine.together(Call.SHARE):
             ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
             by_rank = ranks.together("scoring completions", of_this_pipeline)
         scored = [by_rank[rank] for rank in firsts]
         trainer._pending_metrics.update(scored[trainer.accelerator.process_index][1])
-        found = chain.from_iterable(rewards for rewards, _ in scored)
-        return torch.tensor([[math.nan if one is None else one for one in row] for row in found], device=engine.device)
+        rewards_of_all = chain.from_iterable(rewards for rewards, _ in scored)
+        return torch.tensor(
+            [[math.nan if reward is None else reward for reward in row] for row in rewards_of_all], device=engine.device
+        )
 
     # -- a training step -------------------------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ class CPO(OwnLoss):
         return int((batch["chosen_labels"][:, 1:] != IGNORED).sum())
 
     def _without_likelihood(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        found = self.trainer.concatenated_forward(model, batch)
-        return (*found[:4], torch.zeros_like(found[4]), *found[5:])
+        forward = self.trainer.concatenated_forward(model, batch)
+        return (*forward[:4], torch.zeros_like(forward[4]), *forward[5:])
 
     def _no_preference(self, *logps: torch.Tensor) -> tuple[torch.Tensor, ...]:
         losses, *metrics = getattr(self.trainer, self.loss_of_pairs)(*logps)
