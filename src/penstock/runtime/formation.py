@@ -299,9 +299,13 @@ def share_random_state(context: RankContext, drawn: Sequence[int | None]) -> Non
     if first is None:
         adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
         return
-    sources = [drawn.index(replica) if replica in drawn else first for replica in range(layout.num_replicas)]
-    shared = [shared_state(source, groups.world_control, device) for source in sources]
-    set_states(generators_of(device), shared[context.replica])
+    own = states_of(generators_of(device))
+    states = own.new_zeros(layout.num_replicas, *own.shape)  # all at once, as there may be hundreds
+    for replica in range(layout.num_replicas):
+        if context.rank == (drawn.index(replica) if replica in drawn else first):
+            states[replica] = own
+    dist.all_reduce(states, group=groups.world_control)
+    set_states(generators_of(device), states[context.replica])
     if context.replica not in drawn:
         seed_as_new(context.replica)
 
@@ -310,20 +314,14 @@ def adopt_random_state(first_rank: int, group: dist.ProcessGroup, device: torch.
     """Go on from torch's random state on `first_rank`, for models on `device`; every rank of `group` calls this. Gives
     this rank's state before, for `set_states`; None if it was the same."""
     generators = generators_of(device)
-    own, shared = states_of(generators), shared_state(first_rank, group, device)
+    own = states_of(generators)
+    # A sum goes round, where a broadcast would need connections of its own.
+    shared = own.clone() if dist.get_rank() == first_rank else torch.zeros_like(own)
+    dist.all_reduce(shared, group=group)
     if torch.equal(own, shared):
         return None
     set_states(generators, shared)
     return own
-
-
-def shared_state(rank: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Torch's random state on `rank`, for models on `device`; every rank of `group` calls this."""
-    own = states_of(generators_of(device))
-    # A sum goes round, where a broadcast would need connections of its own.
-    shared = own if dist.get_rank() == rank else torch.zeros_like(own)
-    dist.all_reduce(shared, group=group)
-    return shared
 
 
 # How much of a tensor is passed on at a time.
