@@ -262,7 +262,7 @@ def loaded(source: Path, dtype: torch.dtype, enough: int) -> tuple[int, int]:
     beside what it keeps, it is loaded up to twice again."""
     ctypes.CDLL(None).mallopt(-3, 1 << 15)  # tensors are mapped, and given back when they are freed
     config = transformers.AutoConfig.from_pretrained(source)
-    stages = [["model.embed_tokens", "model.layers.0", "model.layers.1"], ["model.layers.2", "model.norm", "lm_head"]]
+    stages = [["model.embed_tokens", "model.layers.0", "model.layers.1"], ["model.norm", "lm_head"]]
     model_class = getattr(transformers, config.architectures[0])
     load = functools.partial(
         load_stage, model_class, str(source), stages, [0], dtype=dtype, quantization_config=config_of("nf4")
@@ -281,15 +281,16 @@ def loaded(source: Path, dtype: torch.dtype, enough: int) -> tuple[int, int]:
 
 
 # One parameter of four in a layer is a stack of 32 MB; the checkpoint has float32.
+TWO_LAYERS = {**SIZES, "num_hidden_layers": 2}
 LARGE = {
     "many narrow experts": transformers.Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=1024, num_experts=64, head_dim=16
+        **TWO_LAYERS, moe_intermediate_size=1024, num_experts=64, head_dim=16
     ),
     "few wide experts": transformers.MixtralConfig(
-        **{**SIZES, "hidden_size": 512}, intermediate_size=2048, num_local_experts=4
+        **{**TWO_LAYERS, "hidden_size": 512}, intermediate_size=2048, num_local_experts=4
     ),
     "stacked in the checkpoint": transformers.GptOssConfig(
-        **SIZES, intermediate_size=1024, num_local_experts=64, head_dim=16, sliding_window=4
+        **TWO_LAYERS, intermediate_size=1024, num_local_experts=64, head_dim=16, sliding_window=4
     ),
 }
 

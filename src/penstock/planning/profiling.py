@@ -23,7 +23,7 @@ from penstock.modeling.graph.dataflow import ReachedInside, Untraceable
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dtype_of, dummy_inputs
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
-from penstock.modeling.graph.units import trace_units, traced_units
+from penstock.modeling.graph.units import trace_units, traced_units, without_cache
 from penstock.modeling.instrumentation import known_of, tensors_of
 from penstock.nested import map_tensors
 from penstock.planning.cluster import Link
@@ -153,7 +153,9 @@ def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
     failure: Exception | None = None
     for guess in guesses:
         inputs = map_tensors(
-            lambda _, x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype), "", dict(guess)
+            lambda _, x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype),
+            "",
+            without_cache(model, guess),
         )
         try:
             names, traced, recorder, _ = traced_units(model, inputs, _Recorder)

@@ -195,7 +195,7 @@ class ShapeFunctions:
         return self._kinds[copied]
 
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
-        failures: dict[tuple[int, ...], Exception] = {}
+        failures: list[tuple[tuple[int, ...], Exception]] = []
         # First as it went before; without the values there is less that a shape is remembered by.
         ways = dict.fromkeys([known, ()] if name in self._asking else [(), known])
         trains = self._trains(name)
@@ -203,17 +203,19 @@ class ShapeFunctions:
             # What cannot run in training mode on meta tensors (a path by chance, say) mostly can in evaluation mode.
             self.seen.draws = self.seen.draws or (trains and not training)
             for values in ways:
+                if len(failures) == 3 and len({str(error) for _, error in failures}) == 1:
+                    continue  # neither the mode nor the values alone change what it fails with
                 try:
                     found = self._attempt(name, leaves, spec, False, values, training=training)
                 except _REFUSALS:
                     raise
                 except Exception as error:
-                    failures[values] = error
+                    failures.append((values, error))
                     continue
                 if values:
                     self._asking.add(name)
                 return found
-        failure = failures[()]
+        failure = next(error for values, error in reversed(failures) if not values)
         first_line = str(failure).strip().partition("\n")[0]
         self.guessed.setdefault(name, f"{type(failure).__name__}: {first_line}")
         # Costs are those of the parts that run, and of the parameters of those that cannot.
