@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from penstock.runtime.options import OwnerChoice
 from penstock.runtime.torch_calls import engines_of
 from penstock.sharded_optimizer.owners import with_owners
 
+_version = attrgetter("_version")
 # Smaller tensors are sent together.
 SENT_ALONE = 2**18
 
@@ -62,15 +64,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[torch.Tensor]) -> None:
-    versions = [parameter._version for parameter in others]
+    versions = list(map(_version, others))
 
     def after_step(*_: Any) -> None:
-        touched = [
-            parameter._version != version or bool(optimizer.state.get(parameter))
-            for parameter, version in zip(others, versions, strict=True)
-        ]
+        touched = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
-        engine.recovery.complete_update(functools.partial(_share, engine, optimizer, any(touched)))
+        engine.recovery.complete_update(functools.partial(_share, engine, optimizer, touched))
+        # Torch calls hooks also around the step of a base class that this step calls: this one then comes again.
+        versions[:] = map(_version, others)
 
     handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
     # Hooks cannot go while they are called: the next step removes this one.
