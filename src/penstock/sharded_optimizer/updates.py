@@ -26,6 +26,8 @@ _version = attrgetter("_version")
 # Smaller tensors are sent together.
 SENT_ALONE = 2**18
 
+# In which training step of each engine an optimizer has begun a step that has not ended.
+_under_way: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
 _hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
@@ -44,9 +46,13 @@ def _install() -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: it passes over what this rank does not own."""
+    engines = engines_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+    begun_in = [engine.step_number for engine in engines]
+    if _under_way.get(optimizer) == begun_in:  # of a base class, which a step calls: torch calls hooks around it, too
+        return
     for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
         handle.remove()
-    for engine in engines_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for engine in engines:
         if engine.options.owner_choice is None:
             continue
         if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
@@ -61,16 +67,18 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             parameter.grad = None
             optimizer.state.pop(parameter, None)  # made in its __init__, or loaded by other means than a checkpoint
         _share_afterwards(engine, optimizer, others)
+        _under_way[optimizer] = begun_in
 
 
 def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[torch.Tensor]) -> None:
     versions = list(map(_version, others))
 
     def after_step(*_: Any) -> None:
+        _under_way.pop(optimizer, None)
         touched = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, touched))
-        # Torch calls hooks also around the step of a base class that this step calls: this one then comes again.
+        # After the step of a base class this comes again: at the end of the step that has called it.
         versions[:] = map(_version, others)
 
     handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
