@@ -26,8 +26,8 @@ _version = attrgetter("_version")
 # Smaller tensors are sent together.
 SENT_ALONE = 2**18
 
-# In which training step of each engine an optimizer has begun a step that has not ended.
-_under_way: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+# In which formation and training step of each engine an optimizer has begun a step that has not ended.
+_under_way: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 _hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
@@ -47,7 +47,7 @@ def _install() -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: it passes over what this rank does not own."""
     engines = engines_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-    begun_in = [engine.step_number for engine in engines]
+    begun_in = [(id(engine.parts), engine.step_number) for engine in engines]
     if _under_way.get(optimizer) == begun_in:  # of a base class, which a step calls: torch calls hooks around it, too
         return
     for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
