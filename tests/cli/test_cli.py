@@ -72,8 +72,8 @@ def small_t5(layers: int = 4) -> T5ForConditionalGeneration:
     )
 
 
-def smaller_t5() -> T5ForConditionalGeneration:
-    return small_t5(2)
+def smallest_t5() -> T5ForConditionalGeneration:
+    return small_t5(1)
 
 
 def small_mixtral() -> MixtralForCausalLM:
@@ -481,8 +481,8 @@ def test_fit_for_dpo_counts_pairs_and_the_reference() -> None:
 
 
 def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:
-    arguments = ("--length", 16, "--lora-rank", 4, "--devices", 2)
-    result = run("fit", "tests.cli.test_cli:smaller_t5", *arguments)
+    arguments = ("--length", 4, "--lora-rank", 4, "--devices", 2)
+    result = run("fit", "tests.cli.test_cli:smallest_t5", *arguments)
     assert result.exit_code == 0 and "nf4, LoRA 4" in result.output, result.output
     refused = run("fit", "tests.cli.test_cli:small_mamba", *arguments)
     assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)

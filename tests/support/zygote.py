@@ -292,7 +292,6 @@ def _become(arguments: list[str], variables: dict[str, str], cwd: str, files: li
         importlib.import_module("torch").default_generator.seed()
     if verbosity := variables.get("TRANSFORMERS_VERBOSITY"):
         logging.getLogger("transformers").setLevel(verbosity.upper())
-    importlib.invalidate_caches()
     sys.executable = variables.get("PENSTOCK_STAND_IN", sys.executable)
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = builtins
@@ -356,6 +355,8 @@ def main(listener: socket.socket, modules: list[str]) -> None:
     if "torch.distributed.run" in modules:
         spare_torchrun_names()
     spare_libraries_their_end()
+    # Forks see files that tests write into folders that imports have looked into.
+    importlib.invalidate_caches()
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
     gc.freeze()

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import LogitsProcessor
@@ -19,6 +20,8 @@ from penstock import Booster, HeterogeneousParallelPlugin, PipelineTemplate, sav
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
 from tests.support.training import parallelize
+
+pytestmark = pytest.mark.slow
 
 INPUTS = batch("causal", 4)
 REFUSAL = "grad_norm: a training step is under way"
