@@ -237,6 +237,37 @@ def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> 
         assert schedule_names() == before
 
 
+def multiples_only(num_ranks: int, num_microbatches: int) -> Schedule:
+    if num_microbatches % num_ranks:
+        raise ValueError("only for multiples")
+    return one_at_a_time(num_ranks, num_microbatches)
+
+
+def backwards_from_three(num_ranks: int, num_microbatches: int) -> Schedule:
+    made = one_at_a_time(num_ranks, num_microbatches)
+    if num_microbatches < 3:
+        return made
+    rows = [[f"{num_ranks - 1 - rank}{kind}{m}" for m in range(num_microbatches) for kind in "FB"] for rank in range(2)]
+    return parse_schedule(rows)
+
+
+def test_a_registered_maker_serves_any_numbers_with_the_same_ranks_for_its_stages() -> None:
+    """Evaluations, the planner, and ranks that are left after a loss ask for others than those of a step."""
+    with mock.patch.dict(SCHEDULES):
+        for make, words in (
+            (
+                multiples_only,
+                "on 2 ranks with 1 microbatches: its maker, which must serve any numbers, .*only for mult",
+            ),
+            (backwards_from_three, r"stages are on ranks \(1, 0\), but with 1 microbatch on \(0, 1\)"),
+        ):
+            with pytest.raises(ScheduleError, match=words):
+                register_schedule("some", make)
+        register_schedule("most", lambda p, m: multiples_only(p, m) if m == 3 else one_at_a_time(p, m))
+        with pytest.raises(ScheduleError, match=r"'most' on 2 ranks with 3 microbatches: .*only for multiples"):
+            build("most", 2, 3)
+
+
 def in_loops(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
     if stages_per_rank == 4:
         return in_loops(num_ranks, num_microbatches)

@@ -32,7 +32,7 @@ import mkdocs_pages
 import penstock
 from penstock.cli import app
 from penstock.config.configuration import Configuration
-from penstock.schedule.registry import SCHEDULES, default_stages_per_rank
+from penstock.schedule.registry import SCHEDULES, build, default_stages_per_rank
 from tests.support.launch import ROOT
 from tests.support.local_hub import local_hub
 from tests.support.pool import Pool
@@ -569,3 +569,5 @@ def test_the_schedules_page_says_what_the_registry_does() -> None:
         cells = f"`{name}`", row.source, stages, row.bubble, row.held
         assert f"| {' | '.join(cells)} |" in page.read_text()
         assert f"![{name}: {row.summary}](pictures/{name}.svg)" in page.read_text()
+    splitting = [f"`{name}`" for name in SCHEDULES if build(name, 2, 4).splits_backward]
+    assert f"These schedules have W actions: {', '.join(splitting)}." in page.read_text()

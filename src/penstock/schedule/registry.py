@@ -1,4 +1,5 @@
-"""The named schedules: all that the package knows of each is in its row here, or computed from its actions.
+"""The named schedules: what the package knows of each is in its row here, or computed from its actions; `PLAIN`,
+`DEFERRING` and `ZERO_BUBBLE_V` name those that "auto" chooses from.
 
 Configuration, commands and planner read these rows; a test compares the docs with them. To add a schedule of your own,
 `register_schedule`.
@@ -137,17 +138,18 @@ def register_schedule(
 
     Args:
         name: a new one.
-        make: gives the schedule for any number of ranks and of microbatches; `stages_per_rank`, too, if it has a
-            parameter of that name. Each that it gives is validated. It may raise ValueError for numbers that it cannot
-            serve.
+        make: gives the schedule for any number of ranks, from two, and of microbatches, from one; `stages_per_rank`,
+            too, if it has a parameter of that name. Evaluations, the planner, and the ranks that are left after a loss
+            ask for other numbers than those of a step. Each schedule that it gives is validated. Which ranks hold
+            which stages may not depend on the number of microbatches.
         summary: what is special about it, in a few words.
 
     Returns:
         Its row.
 
     Raises:
-        ScheduleError: what it gives for two ranks and four microbatches cannot run, or puts more stages on one rank
-            than on the other.
+        ScheduleError: it gives none for two ranks and one or four microbatches, or one that cannot run, or one that
+            puts more stages on one rank than on the other.
         ValueError: the name is taken, or cannot be one.
     """
     if not name or name.endswith(".csv") or name in (*SCHEDULES, AUTO):
@@ -157,6 +159,7 @@ def register_schedule(
         )
     row = NamedSchedule(name, make, summary)
     _stages_per_rank(row)
+    _check_placement(row, _built(row, 2, 4))
     SCHEDULES[name] = row
     return row
 
@@ -206,7 +209,8 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
 
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
-        ScheduleError: what a registered maker gives cannot run, or has another number of stages per rank.
+        ScheduleError: a registered maker gives none for these numbers, or one that cannot run, or that has its stages
+            elsewhere than with one microbatch or in another number per rank.
     """
     row = named_schedule(name)
     if num_ranks < 1:
@@ -214,7 +218,9 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     if num_microbatches < 1:
         raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
     if stages_per_rank is None or (stages_per_rank == default_stages_per_rank(row.name)):
-        return _built(row, num_ranks, num_microbatches)
+        made = _built(row, num_ranks, num_microbatches)
+        _check_placement(row, made)
+        return made
     if stages_per_rank < 1 or not row.any_stages_per_rank:
         wanted = "at least 1" if row.any_stages_per_rank else str(default_stages_per_rank(row.name))
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
@@ -223,14 +229,19 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         raise ScheduleError(
             f"schedule {name!r} was asked for {stages_per_rank} stages per rank, but its maker gave one with {given}"
         )
+    _check_placement(row, made, stages_per_rank=stages_per_rank)
     return made
 
 
 def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int, **more: int) -> Schedule:
     """The row's schedule. One of the user's own is validated."""
-    made = row.make(num_ranks, num_microbatches, **more)
     if row in _NAMED:
-        return made
+        return row.make(num_ranks, num_microbatches, **more)
+    asked = f"schedule {row.name!r} on {num_ranks} ranks with {num_microbatches} microbatches"
+    try:
+        made = row.make(num_ranks, num_microbatches, **more)
+    except ValueError as error:
+        raise ScheduleError(f"{asked}: its maker, which must serve any numbers, gives none: {error}") from error
     if (made.num_ranks, made.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
             f"schedule {row.name!r} was asked for {num_ranks} ranks and {num_microbatches} microbatches, but its maker "
@@ -239,10 +250,20 @@ def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int, **more: in
     try:
         validate(made)
     except ScheduleError as error:
-        raise ScheduleError(
-            f"schedule {row.name!r} on {num_ranks} ranks with {num_microbatches} microbatches: {error}"
-        ) from None
+        raise ScheduleError(f"{asked}: {error}") from None
     return replace(made, name=row.name)
+
+
+def _check_placement(row: NamedSchedule, made: Schedule, **more: int) -> None:
+    """Refuse a schedule whose stages are elsewhere than with one microbatch: ranks keep theirs for any number."""
+    if row in _NAMED:
+        return
+    with_one = _built(row, made.num_ranks, 1, **more).stage_to_rank
+    if made.stage_to_rank != with_one:
+        raise ScheduleError(
+            f"schedule {row.name!r} on {made.num_ranks} ranks with {made.num_microbatches} microbatches: its stages "
+            f"are on ranks {made.stage_to_rank}, but with 1 microbatch on {with_one}"
+        )
 
 
 # -- what the actions say ----------------------------------------------------------------------------------------------
