@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils import _pytree as pytree
-from transformers import GPT2Config, GPT2ForSequenceClassification
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import penstock
 from penstock import HeterogeneousParallelPlugin, PipelineTemplate
@@ -391,10 +391,9 @@ def test_its_units_are_the_entries_of_its_lists_and_sequences(name: str) -> None
     assert list_units(own.build(), inputs) == UNITS[name]
 
 
-def refused(model: Any, **options: Any) -> str:
-    section = {"pipeline_parallel_size": 2}
+def refused(model: Any, call: Callable[..., Any] = penstock.initialize, **options: Any) -> str:
     try:
-        penstock.initialize(model, {"model_parallelism": section}, **options)
+        call(model, config={"model_parallelism": {"pipeline_parallel_size": 2}}, **options)
     except (TypeError, ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
@@ -415,6 +414,12 @@ class WithPipeline(GPT):
         self.pipeline = torch.nn.Linear(2, 2)
 
 
+class WithConfiguration(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.configuration = "of its own"
+
+
 class Hiding(GPT):
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         class Hidden:
@@ -425,15 +430,22 @@ class Hiding(GPT):
         return found
 
 
-def refuse_models() -> dict[str, str]:
+def small() -> GPT2Config:
+    return GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+
+
+def refuse_models(folder: Path) -> dict[str, str]:
     compiled: Any = GPT()
     compiled.compile(backend="eager")
+    of_kind: dict[str, Any] = {"model_class": WithConfiguration}
     return {
         "no module": refused(lambda x: x),
         "torch.compile": refused(torch.compile(GPT(), backend="eager")),
         "compile": refused(compiled),
         "data parallel": refused(torch.nn.parallel.DistributedDataParallel(GPT())),
         "a name": refused(WithPipeline()),
+        "a name of a config": refused(small(), penstock.from_config, **of_kind),
+        "a name in a folder": refused(folder, penstock.from_pretrained, **of_kind),
         "inputs": refused(Unguessable()),
         "wrong inputs": refused(Unguessable(), example_inputs={"left": torch.zeros(2, 3)}),
         "no inputs": refused(Unguessable(), example_inputs=3),
@@ -443,13 +455,16 @@ def refuse_models() -> dict[str, str]:
     }
 
 
-def test_what_cannot_be_parallelised_is_refused_by_name_on_all_ranks(pool: Pool) -> None:
-    for found in pool.run(2, refuse_models):
+def test_what_cannot_be_parallelised_is_refused_by_name_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    WithConfiguration(small()).save_pretrained(tmp_path)
+    for found in pool.run(2, refuse_models, tmp_path):
         assert found["no module"] == "TypeError: initialize() takes a torch.nn.Module, got function"
         assert found["torch.compile"].startswith("TypeError: initialize() was given a OptimizedModule: torch.compile()")
         assert "call model.compile() after initialize()" in found["compile"]
         assert "DistributedDataParallel: start more processes than stages" in found["data parallel"]
         assert "an attribute 'pipeline' of its own" in found["a name"]
+        for made in ("a name of a config", "a name in a folder"):
+            assert "this WithConfiguration has an attribute 'configuration' of its own" in found[made]
         assert "give some as example_inputs" in found["inputs"] and "'left'" in found["inputs"]
         assert "'right'" in found["wrong inputs"] and "guessed" not in found["wrong inputs"]
         assert "example_inputs must be a mapping" in found["no inputs"]

@@ -1,6 +1,7 @@
 """How pipelines are formed, for `initialize`, `from_pretrained`, the plugin and elastic runs alike.
 
-What is accepted as a model (`check_whole_model`), and the sequence in which ranks form its pipelines: `plan_and_build`.
+What is accepted as a model: `check_model`, and `check_whole_model` of one that has its weights. The sequence in which
+ranks form its pipelines: `plan_and_build`.
 An elastic run plans by other means: it calls `require_equal_models`, when it is first, and `build`.
 """
 
@@ -85,8 +86,8 @@ def plan_and_build(
     loss_in_chunks: bool = False,
     make: Callable[[Layout, Ranks], nn.Module] | None = None,
 ) -> PipelineModel:
-    """Form the pipelines of a model that was checked (`check_whole_model`). All ranks call this together, inside
-    `new_job()`: they compare what they were given, find the model's units, plan, and `build`.
+    """Form the pipelines of a model that was checked (`check_model`, `check_whole_model`). All ranks call this
+    together, inside `new_job()`: they compare what they were given, find the model's units, plan, and `build`.
 
     Args:
         facts: what else must be the same on all ranks, by name.
@@ -201,17 +202,13 @@ WRAPPERS = {
 
 
 def check_whole_model(model: Any, caller: str) -> None:
-    """Refuse what cannot be parallelised whatever its layers are. No communication."""
+    """Refuse what cannot be parallelised whatever its layers are, of a model that has all its weights. No
+    communication."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
     for cls in type(model).__mro__:
         if cls.__module__.startswith("torch.") and cls.__name__ in WRAPPERS:
             raise TypeError(f"{caller} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
-    if model._compiled_call_impl is not None:
-        raise ValueError(
-            f"this {type(model).__name__} is compiled as a whole: call model.compile() after {caller} instead, which "
-            "compiles the blocks of each stage"
-        )
     if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ValueError(
             f"{absent} of this {type(model).__name__} is on the meta device, without values: build the model on the "
@@ -221,6 +218,17 @@ def check_whole_model(model: Any, caller: str) -> None:
         raise ValueError(
             f"this {type(model).__name__} has parameters on {' and on '.join(sorted(devices))}: build it on the CPU, "
             "without device_map, or let penstock.from_pretrained() make each stage where it is held"
+        )
+    check_model(model, caller)
+
+
+def check_model(model: nn.Module, caller: str) -> None:
+    """Refuse what cannot be parallelised whatever its layers and its weights are, so also of a model on the meta device
+    that is to be made in stages. No communication."""
+    if model._compiled_call_impl is not None:
+        raise ValueError(
+            f"this {type(model).__name__} is compiled as a whole: call model.compile() after {caller} instead, which "
+            "compiles the blocks of each stage"
         )
     own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
     if taken := sorted(own & USED_NAMES):

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from penstock.api.builder import remember_example_inputs
+from penstock.api.builder import check_model, remember_example_inputs
 from penstock.api.initialize import ConfigLike, build_equal_pipelines
 from penstock.config.configuration import SECTION, Configuration, ConfigurationError, take_keys
 from penstock.layout.layout import Layout
@@ -164,6 +164,7 @@ def _make_in_stages(
     with this rank's weights."""
     with new_job(configuration.time_limit, call=call, patience=configuration.patience) as board:
         skeleton = make_skeleton()
+        check_model(skeleton, call)
         remember_example_inputs(skeleton, example_inputs)
 
         def make_mine(layout: Layout, ranks: Ranks) -> PreTrainedModel:
