@@ -77,7 +77,8 @@ def initialize(
 
     Raises:
         ConfigurationError: the configuration is wrong, or asks for sizes that this world or this model do not have.
-        NotImplementedError: the model cannot be split; says why.
+        NotImplementedError: the model cannot be split; says why. It is not changed then. What depends on the stages
+            and the inputs, such as values that flow backwards, the first call of the model refuses.
         TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel);
             `example_inputs` are no arguments.
         ValueError: it is parallelised already, with another configuration, criterion or form of example inputs; or it

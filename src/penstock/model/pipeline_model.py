@@ -98,6 +98,7 @@ class PipelineModel(_Module):
         `use_cache=True` or a cache, the whole batch in one forward, and a cache of each rank's own layers.
 
         Raises:
+            NotImplementedError: with such inputs the model cannot be split, or not in these stages; no step has begun.
             ValueError: an empty batch, no tensors, too few samples, no labels in training, or a criterion that fails.
             PipelineFailure: a rank of the job was lost or failed; names the rank and its cause.
         """

@@ -258,24 +258,48 @@ class Cyclic(transformers.PreTrainedModel):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
-def parallelize_the_impossible() -> list[tuple[str, str]]:
-    def all_of_it(model: nn.Module) -> None:
-        given = batch("causal", 4)
-        model = parallelize(model, 2, split_points=["layers.2"])
-        run_step(model, {name: given[name] for name in ("input_ids", "labels")})
+class Counting(Cyclic):
+    """Its forward changes a buffer outside of the modules that stages hold."""
 
-    cyclic = caught(all_of_it, Cyclic(transformers.GPT2Config(vocab_size=97, n_embd=16)))
-    model = parallelize(gpt2(), 2)
-    return [cyclic, caught(parallelize, nn.Linear, 2), caught(parallelize, model, 2, num_microbatches=3)]
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.calls += 1
+        return super().forward(input_ids, labels)
 
 
-def test_what_cannot_be_split_or_is_no_model_or_is_parallelised_already_is_refused(pool: Pool) -> None:
-    for (kind, text), other, again in pool.run(2, parallelize_the_impossible):
+def parallelize_the_impossible() -> dict[str, tuple[str, str]]:
+    config, given = transformers.GPT2Config(vocab_size=97, n_embd=16), batch("causal", 4)
+    inputs = {name: given[name] for name in ("input_ids", "labels")}
+    counting = Counting(config)
+    found = {"initialize": caught(parallelize, counting, 2)}
+    assert type(counting) is Counting and not any(tensor.is_meta for tensor in counting.state_dict().values())
+    assert counting.calls == 0
+    # What depends on the stages and on the inputs is known at the first call. No step begins: nothing is iterated over.
+    cyclic = parallelize(Cyclic(config), 2, split_points=["layers.2"])
+    found["first step"] = caught(cyclic, **inputs)
+    with torch.no_grad():
+        found["first evaluation"] = caught(cyclic, **inputs)
+    found["no module"] = caught(parallelize, nn.Linear, 2)
+    found["again"] = caught(parallelize, parallelize(gpt2(), 2), 2, num_microbatches=3)
+    return found
+
+
+def test_what_cannot_be_split_is_refused_before_the_model_changes_or_at_the_first_call_before_a_step(
+    pool: Pool,
+) -> None:
+    for found in pool.run(2, parallelize_the_impossible):
+        kind, text = found["initialize"]
         assert kind == "NotImplementedError"
-        assert text.startswith("Auto policy for Cyclic is not implemented")
-        assert len(text) > len("Auto policy for Cyclic is not implemented...") + 20, f"no reason: {text}"
-        assert other == ("TypeError", "initialize() takes a torch.nn.Module, got type")
-        assert again[0] == "ValueError" and "already" in again[1]
+        assert text.startswith("Auto policy for Counting is not implemented... its forward changes the buffer calls")
+        for call in ("first step", "first evaluation"):
+            kind, text = found[call]
+            assert kind == "NotImplementedError"
+            assert text.startswith("Auto policy for Cyclic is not implemented... layers.0 runs on stage 0 but needs")
+        assert found["no module"] == ("TypeError", "initialize() takes a torch.nn.Module, got type")
+        assert found["again"][0] == "ValueError" and "already" in found["again"][1]
 
 
 def misuse() -> list[tuple[str, str]]:
