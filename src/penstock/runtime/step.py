@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -63,6 +63,22 @@ class StepNotes(Protocol):
         """Buckets of gradients that were under way in these intervals."""
 
 
+@dataclass(slots=True)
+class _DueBackward:
+    """A microbatch whose `backward()` the caller is to call: the output that is yielded for it, None from then on, its
+    loss, and whether the call has come."""
+
+    microbatch: int
+    output: Any
+    loss: Any
+    called: bool = False
+
+    def take_output(self) -> Any:
+        """The output to yield, of which nothing is kept here."""
+        output, self.output = self.output, None
+        return output
+
+
 class TrainingStep:
     """One training step of one rank. Iterate over `run()`; then read `report`."""
 
@@ -104,11 +120,8 @@ class TrainingStep:
         self._begun = False
         # Why the step was not begun.
         self._refusal: BaseException | None = None
-        self._due: int | None = None
-        self._backward_called = False
-        # What is yielded next, and its loss.
-        self._output: Any = None
-        self._yielded_loss: Any = None
+        # What the loop's body has at this moment.
+        self._due: _DueBackward | None = None
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         # Of all losses until now.
@@ -131,7 +144,7 @@ class TrainingStep:
     def microbatch(self) -> int:
         """The microbatch under way: the one whose backward is due, or that of the next action."""
         if self._due is not None:
-            return self._due
+            return self._due.microbatch
         action = next(iter(self._program.actions[self._position :]), None)
         return self.num_microbatches if action is None else action.microbatch
 
@@ -157,25 +170,26 @@ class TrainingStep:
         self._meet = meet
         name = "training step" if self._reduce else "training step under no_sync()"
         board.position.enter(name, world=True, detail=self)
-        due_losses = self._run_actions()
+        due_backwards = self._run_actions()
         fault: LoopError | None = None
         try:
-            for self._yielded_loss in due_losses:
-                yield self._take_output()
+            for due in due_backwards:
+                yield due.take_output()
                 if self._context.groups.closed:  # the others may have noticed, and failed, already
                     raise LoopError(
                         "the pipeline was closed inside the loop over microbatches: close it after the loop"
                     )
                 if board.failed is not None:
                     board.check()
-                if not self._backward_called or self._watch.sees_change():
-                    fault = self._fault_of_body()
+                if not due.called or self._watch.sees_change():
+                    fault = self._fault_of_body(due)
                     with after(fault):  # the others get it as a failure of this rank
-                        self._run_to_the_end(due_losses, str(fault))
+                        self._run_to_the_end(due, due_backwards, str(fault))
                     raise fault
             self._finish()
         except GeneratorExit:
-            self._run_to_the_end(due_losses, self._fault or "a break, or an exception in the loop's body")
+            fault_of_body = self._fault or "a break, or an exception in the loop's body"
+            self._run_to_the_end(due, due_backwards, fault_of_body)
         except PipelineFailure as failure:
             if self.interruption is not None:
                 raise self.interruption from failure
@@ -185,21 +199,22 @@ class TrainingStep:
                 board.abort(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._output = self._yielded_loss = None
+            if self._due is not None:
+                self._due.output = self._due.loss = None
             self._watch.stop()
             board.position.leave()
 
-    def _fault_of_body(self) -> LoopError:
+    def _fault_of_body(self, due: _DueBackward) -> LoopError:
         """What the loop's body did that it must not, or left out."""
-        if self._backward_called:
+        if due.called:
             return LoopError(CHANGED)
         return LoopError(
-            f"backward() was not called on the loss of microbatch {self._due}; call it exactly once on each "
+            f"backward() was not called on the loss of microbatch {due.microbatch}; call it exactly once on each "
             "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
         )
 
-    def _run_actions(self) -> Generator[torch.Tensor, None, None]:
-        """Run this rank's part of the schedule; gives each loss whose backward is due."""
+    def _run_actions(self) -> Generator[_DueBackward, None, None]:
+        """Run this rank's part of the schedule; gives each backward that is due."""
         for position, action in numbered(self._program.actions):
             kind, stage, microbatch = action
             self._position = position
@@ -211,8 +226,9 @@ class TrainingStep:
             elif kind is Kind.W:
                 self._weight_gradients(stage, microbatch)
             elif stage == self._program.top:
-                yield self._open_backward(microbatch)
-                self._due = None
+                due = self._due = self._open_backward(microbatch)
+                yield due
+                self._due = due.loss = None
                 self._finish_backward(stage, microbatch)
             else:
                 self._inner_backward(stage, microbatch)
@@ -222,25 +238,20 @@ class TrainingStep:
         if not self._begun:  # not a single microbatch here
             self._begin_together()
 
-    def _run_to_the_end(self, due_losses: Iterator[torch.Tensor], fault: str) -> None:
-        """The caller has left the loop: call the backwards that are left, which nobody else will."""
+    def _run_to_the_end(self, due: _DueBackward, following: Iterator[_DueBackward], fault: str) -> None:
+        """The caller has left the loop at `due`: call the backwards that are left, which nobody else will."""
         if self._board.failed is not None:
             return
         at = self.microbatch
         self._watch.stop()
         # Nobody may see an error that is raised here, as of a dropped iterator: the guard tells every rank.
         with self._board.guard("working together"), torch.enable_grad():
-            if not self._backward_called:
-                self._yielded_loss.backward(self._callers_gradient)
-            for loss in due_losses:
-                loss.backward(self._callers_gradient)
+            if not due.called:
+                due.loss.backward(self._callers_gradient)
+            for later in following:
+                later.loss.backward(self._callers_gradient)
             if self._finish(fault):
                 raise self._board.abort(f"left the training step at microbatch {at}, while others did not ({fault})")
-
-    def _take_output(self) -> Any:
-        """The output to yield, of which nothing is kept here."""
-        output, self._output = self._output, None
-        return output
 
     @property
     def progress(self) -> int:
@@ -300,11 +311,10 @@ class TrainingStep:
                 self._begin_together()
             self._boundaries.post(users)
 
-    def _open_backward(self, microbatch: int) -> torch.Tensor:
+    def _open_backward(self, microbatch: int) -> _DueBackward:
         """Make the output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
         stage = self._program.top
         live = self._live[stage, microbatch]
-        self._due, self._backward_called = microbatch, False
         on_backward = partial(_backward_begins, self._weakly, microbatch)
         if stage == self._program.last:
             assert live.loss is not None
@@ -325,15 +335,16 @@ class TrainingStep:
         if self._values and self._watch.noted is None:  # zero_grad() at the loop's first microbatch does no harm
             self._watch.note()
         self._values.append(value)
-        self._output = output
-        return loss
+        return _DueBackward(microbatch, output, loss)
 
     def backward_begins(self, microbatch: int, gradient: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """The caller has called `backward()`, which brings the loss's `gradient`: check that it is due. On earlier
         stages than the last, receive the next stage's gradients, and return them to autograd; or run the stage's
         backward here, if the proxy is not connected to it."""
-        if self._backward_called or self._due != microbatch:
-            when = "a second time" if self._due == microbatch else f"while microbatch {self._due} is due"
+        due = self._due
+        if due is None or due.called or due.microbatch != microbatch:
+            number = None if due is None else due.microbatch
+            when = "a second time" if number == microbatch else f"while microbatch {number} is due"
             self._fault = (
                 f"backward() of microbatch {microbatch}'s loss was called {when}; call it exactly once on each yielded "
                 "loss, before taking the next"
@@ -349,7 +360,7 @@ class TrainingStep:
             self._fault = CHANGED
             raise LoopError(CHANGED)
         self._watch.noted = None
-        self._backward_called, self._callers_gradient = True, gradient
+        due.called, self._callers_gradient = True, gradient
         # Not to be torn, not even by a repeated signal.
         before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
