@@ -347,7 +347,9 @@ def test_another_loss_in_a_class_derived_from_trls_is_refused_by_name(base: Any,
 def test_a_class_with_the_name_of_one_of_trls_is_not_taken_for_it() -> None:
     other = type("DPOTrainer", (Trainer,), {"compute_loss": lambda *_: None, "__module__": "trl.experimental.other"})
     kind: Any = type("Own", (PipelineTrainerMixin, other), {})
-    with pytest.raises(ValueError, match=r"DPOTrainer\.compute_loss does not work over pipelines: there is no adapter"):
+    with pytest.raises(
+        ValueError, match=r"DPOTrainer\.compute_loss does not work over pipelines: Penstock has no adapter"
+    ):
         kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
 
 

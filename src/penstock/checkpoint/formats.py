@@ -168,7 +168,7 @@ class ModelFormat(SaveFormat):
             start, shards = index, self.files
             write_index(folder, index, self.index["weight_map"], self.index["metadata"])
         names_there = sorted(os.listdir(directory))
-        read_first = [name for name in reversed(search_order[: search_order.index(start)]) if name in names_there]
+        hiding = [name for name in reversed(search_order[: search_order.index(start)]) if name in names_there]
         old = [index] if index in names_there and index != start else []
         # A safetensors checkpoint hides a .bin one that may stand beside it, but does not replace it.
         replaced = [index] if options.safe_serialization else [name for _, name in names.values()]
@@ -176,7 +176,7 @@ class ModelFormat(SaveFormat):
             is_old = name not in self.files and any(is_shard(name, replaced_name) for replaced_name in replaced)
             if is_old and is_regular(os.path.join(directory, name)):
                 old.append(name)
-        return Replacement(self.sides, [start], shards, read_first, old)
+        return Replacement(self.sides, [start], shards, hiding, old)
 
 
 def _on_meta(source: Source) -> torch.Tensor:
@@ -265,7 +265,7 @@ class AdapterFormat(SaveFormat):
         first, second = (f"{ADAPTER}{extension}" for extension in EXTENSIONS)
         hides = second in written and first not in written and kind_of(os.path.join(directory, first)) is not None
         others = [name for name in written if name not in weights]
-        return Replacement(others, weights, read_first=[first] if hides else [])
+        return Replacement(others, weights, hiding=[first] if hides else [])
 
 
 # -- parallel checkpoints ----------------------------------------------------------------------------------------------

@@ -114,8 +114,13 @@ class Save:
 
     def run(self) -> None:
         with self._staged() as (path, reports):
-            for_each_file = partial(each_file, self._format, reports, self._ranks)
-            entries = self._together("writing the files", lambda: self._write(path, for_each_file), self._intact)
+
+            def write_files() -> Entries:
+                with self._writing(path) as (write, entries):
+                    each_file(self._format, reports, self._ranks, write)
+                return entries
+
+            entries = self._together("writing the files", write_files, self._intact)
             self._together(
                 "putting the files in place",
                 lambda: self._commit(path, entries),
@@ -145,10 +150,15 @@ class Save:
     ) -> None:
         if (own := done_name(self._place)) not in marks:
             return
+
+        def write_copies() -> Entries:
+            with self._writing(path) as (write, entries):
+                for file, content in copies:
+                    write(file, content)
+            return entries
+
         try:
-            mark_done(
-                os.path.join(path, own), lambda: self._write(path, lambda write: [write(*file) for file in copies])
-            )
+            mark_done(os.path.join(path, own), write_copies)
             if self._place.is_leader:
                 self._commit(path, wait_until_done(path, marks, given_up))
         except BaseException:
@@ -195,16 +205,18 @@ class Save:
     def _together(self, phase: str, work: Callable[[], Result], unchanged: str) -> list[Result]:
         return self._ranks.together(f"{phase} of the save to {self._directory}", work, unchanged)
 
-    def _write(self, path: str, for_each_file: Callable[[Write], object]) -> Entries:
-        """Write the files with which `for_each_file` calls its argument; what they hold, once all are on disk."""
-        entries: dict[str, Any] = {}
+    @contextlib.contextmanager
+    def _writing(self, path: str) -> Iterator[tuple[Write, Entries]]:
+        """What writes a file, and what the files hold, which is whole after the block: then all are on disk."""
+        entries: Entries = {}
         with BackgroundWork() as background:
 
             def write(file: FileSpec, content: Content) -> None:
-                entries[file.name] = self._format.write(file, content, path, background)
+                entry = self._format.write(file, content, path, background)
+                if entry is not None:
+                    entries[file.name] = entry
 
-            for_each_file(write)
-        return {name: entry for name, entry in entries.items() if entry is not None}
+            yield write, entries
 
     def _commit(self, path: str, entries_by_rank: Sequence[Entries]) -> None:
         """On the leader: put the files in place that all ranks have written."""

@@ -42,8 +42,8 @@ class Replacement:
     # What readers start from, and the files that these name.
     starts: Sequence[str]
     files: Collection[str] = ()
-    # Files that readers would start from before `starts`, the one in use until now last.
-    read_first: Sequence[str] = ()
+    # Files to remove, as readers would start from them before `starts`: the one in use until now last.
+    hiding: Sequence[str] = ()
     # Files of earlier checkpoints that nothing refers to any more.
     old: Sequence[str] = ()
 
@@ -80,7 +80,7 @@ def discard(directory: str, staging: str, made: Sequence[str] = ()) -> None:
 def commit(directory: str, staging: str, what: Replacement) -> None:
     """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is. If
     it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
-    for target in (*what.sides, *what.starts, *what.files, *what.read_first, *what.old):
+    for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
         kind = kind_of(path)
         if kind not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
@@ -96,7 +96,7 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
     for name in what.starts:
         _replace(os.path.join(folder, name), os.path.join(directory, name))
         flush_file(directory)
-    for name in what.read_first:
+    for name in what.hiding:
         _remove(os.path.join(directory, name))
         flush_file(directory)
     _put_in_place(directory, staging, what.files, list(filter(INDEX.fullmatch, what.starts)))

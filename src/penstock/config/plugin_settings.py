@@ -18,7 +18,8 @@ from penstock.schedule.registry import AUTO
 from penstock.sharded_optimizer.updates import owner_choice_for
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What must be equal on all ranks, by name. With elastic= also `schedule`, see `facts`.
+# What must be equal on all ranks, by name. With elastic= also `schedule`, see `facts`. `patience` and `timeout` may
+# differ: each rank waits by its own.
 _EQUAL_ON_ALL_RANKS = (
     "tp_size", "microbatch_size", "precision", "max_norm", "batch_dim", "loss_chunk_tokens", "sharded_optimizer",
     "context_parallel_size",
@@ -51,8 +52,8 @@ class PluginSettings:
         if not self.max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {self.max_norm}")
         check_schedule(self.schedule)
-        # These are keys of the configuration, checked as there. The counts above may be null there, or are called
-        # otherwise; the plugin has always raised TypeError for what is no integer.
+        # These are keys of the configuration, checked as there. The counts above may be null there, or have other
+        # names; the plugin has always raised TypeError for what is no integer.
         for key in ("batch_dim", "loss_chunk_tokens", "sharded_optimizer", "patience", "timeout"):
             check_value(key, getattr(self, key))
         check_whole_head("loss_chunk_tokens", self.loss_chunk_tokens, "tp_size", self.tp_size)

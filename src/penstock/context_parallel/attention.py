@@ -51,7 +51,7 @@ class Exchange:
         self._device, self._board = device, board
         self.index, self.size = dist.get_rank(group), len(self._ranks)
         self.num_bytes = 0
-        board.on_abort(self.clear)
+        board.on_close(self.clear)
 
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's part, in order."""

@@ -156,7 +156,7 @@ class Decoding:
         self._num_sessions = 0
         # Plans that all ranks have alike.
         self._compared: set[str] = set()
-        self._board.on_abort(self._results.clear)
+        self._board.on_close(self._results.clear)
         # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
         unread = {"output_router_logits": False}
         self._unread = unread if unread.keys() <= inspect.signature(split.model.forward).parameters.keys() else {}

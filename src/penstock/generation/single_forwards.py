@@ -76,7 +76,7 @@ class SingleForwards:
             for downstream in (True, False)
         )
         for series in (*self._from_previous.values(), *self._to_next.values()):
-            context.board.on_abort(series.clear)
+            context.board.on_close(series.clear)
 
     def begin(self, plan: DataflowPlan, inputs: Mapping[str, Any]) -> Forward:
         """Begin a forward with these inputs: post receives for what this rank's only stage receives in it. What a later

@@ -104,7 +104,7 @@ class GroupGuard(Protocol):
     def check(self) -> None:
         """Raise the job's failure if there is one."""
 
-    def on_abort(self, close: Callable[[], None]) -> None:
+    def on_close(self, close: Callable[[], None]) -> None:
         """Call `close` when the groups are given up."""
 
 

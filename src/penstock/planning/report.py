@@ -140,7 +140,8 @@ def fit_text(
     """The verdict, a row for each recipe or for every way, the devices, and the configuration of the best.
 
     Args:
-        tokens: of a sample, of which a step has so many `samples`; None if it is no sequence of them.
+        samples: in a step.
+        tokens: in a sample; None if it is no sequence of tokens.
         enable: the model's method that has activations recomputed.
     """
     chosen = best(ways)

@@ -129,10 +129,10 @@ def connect_ranks(
         )
     context = RankContext(layout, rank, device, groups, board, Interrupts())
     board.mates = frozenset(context.pipeline_ranks)
-    board.on_end(groups.abort)
+    board.on_failure(groups.abort)
     board.find_fault = groups.fault
     # Registered first, to be called last: a group closes only when nothing refers to it.
-    board.on_abort(groups.destroy)
+    board.on_close(groups.destroy)
     if split.tensor_parallel is not None:
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)

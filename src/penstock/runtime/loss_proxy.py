@@ -2,9 +2,9 @@
 
 On the last stage a hook on the loss notes that its backward came. On the others a proxy loss stands for it, whose
 backward ignores the value that comes in (scaling was applied on the last stage, and arrives with the gradients) and
-gives the next stage's gradients to autograd, which goes on into the stage's graph. While outputs may have no gradient,
-the proxy's graph does not lead to them, and its backward runs theirs: autograd would go on to those without one, too,
-where a `torch.autograd.Function` takes zeros for None."""
+gives the next stage's gradients to autograd, which goes on into the stage's graph. If some outputs may get no gradient,
+autograd must not reach them: a `torch.autograd.Function` behind one would see zeros for None. Then the proxy's graph
+leads to no output, and the backward of those that have a gradient is run inside the proxy's own."""
 
 from __future__ import annotations
 

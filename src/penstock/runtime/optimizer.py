@@ -158,14 +158,16 @@ class PipelineOptimizer(Optimizer):
 
         Returns the norm before clipping, shape (). `max_norm`, `norm_type`, `error_if_nonfinite` are as in torch.
         """
-        return self._together(partial(self.pipeline.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite))
+        return self._change_gradients(partial(self.pipeline.clip_grad_norm_, max_norm, norm_type, error_if_nonfinite))
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]."""
         clip = torch.nn.utils.clip_grad_value_
-        self._together(lambda: clip([p for g in self.param_groups for p in g["params"]], clip_value), local=True)
+        self._change_gradients(
+            lambda: clip([p for g in self.param_groups for p in g["params"]], clip_value), local=True
+        )
 
-    def _together(self, change: Callable[[], T], local: bool = False) -> T:
+    def _change_gradients(self, change: Callable[[], T], local: bool = False) -> T:
         """Change the gradients; the change is repeated if they are computed again."""
         return self.pipeline.recovery.run_call(change, trains=True, local=local)
 

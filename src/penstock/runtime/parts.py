@@ -98,10 +98,10 @@ class Parts:
         self.totals = Totals(context)
         self.sequences = None if share_sequences is None else share_sequences(split, context)
         for give_up in (self.open_step.end, self.totals.clear, self._channels.clear):
-            board.on_abort(give_up)
+            board.on_close(give_up)
         self.roll_call = RollCall(context)
         self.build_gradients()
-        board.on_abort(lambda: self.gradients.clear())  # those of that moment: they may be built anew
+        board.on_close(lambda: self.gradients.clear())  # those of that moment: they may be built anew
 
     def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""

@@ -27,12 +27,23 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.optimizer_trial import Dependence, dependence, inner_function
 
-# What a trial of an optimizer may not show is known by the names of classes, of torch and others. Those that use sums
-# over all parameters: a line search, a norm, a distance.
-OVER_ALL = {"LBFGS", "Lamb", "FusedLAMB", "SAM", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptLion", "DAdaptAdaGrad"}
+# What a trial of an optimizer may fail to show is known by the names of classes, of torch and others. Those that use
+# sums over all parameters: a line search, a norm, a distance. timm's Lamb first clips by the norm of all gradients.
+OVER_ALL_PARAMETERS = {
+    "LBFGS",
+    "Lamb",
+    "FusedLAMB",
+    "SAM",
+    "Prodigy",
+    "DAdaptAdam",
+    "DAdaptSGD",
+    "DAdaptLion",
+    "DAdaptAdaGrad",
+}
 # Those that divide their state among all ranks, which they take for replicas.
 OVER_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
-# Those that compute an update from the whole of a matrix: sums over its rows and columns, products with itself.
+# Those that compute an update from the whole of a matrix: its norm (bitsandbytes' LAMB), sums over its rows and
+# columns, products with itself.
 OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
 
 Engine = Any  # `engine.Engine`, which imports this
@@ -226,6 +237,6 @@ def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.
     used = closure is not None and not _is_torchs(kind)
-    if needs_closure or used or not names.isdisjoint(OVER_ALL):
+    if needs_closure or used or not names.isdisjoint(OVER_ALL_PARAMETERS):
         return Dependence.PARAMETERS
     return Dependence.NOTHING if names.isdisjoint(OVER_MATRICES) else Dependence.MATRIX

@@ -29,7 +29,7 @@ class Collectives:
         self._board = board
         self._mesh: DeviceMesh | None = None
         self.num_sums = self.num_gathers = self.num_bytes = 0
-        board.on_abort(self.clear)
+        board.on_close(self.clear)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place."""

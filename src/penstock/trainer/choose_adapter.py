@@ -24,7 +24,7 @@ ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO, ORPO,
 LOSS_METHODS = ("compute_loss", "_compute_loss", "get_batch_loss_metrics")
 # Why another trainer of TRL is refused, and what to do instead.
 NO_ADAPTER = (
-    "there is no adapter that names the means that its loss is the sum of, and what it generates or computes before. "
+    "Penstock has no adapter for this trainer. "
     'Write a loop of your own, with the loss as a criterion (docs/your_own_loss.md), or an adapter: "a trainer of TRL" '
     "in docs/architecture.md"
 )

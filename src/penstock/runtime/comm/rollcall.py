@@ -105,7 +105,7 @@ class RollCall:
         self.batch_group = groups.index(batch) if batch in groups and batch != pipeline else None
         self.world_group = groups.index(world) if world in groups and world != pipeline else None
         self.rank, self.board, self.interrupts = context.rank, context.board, context.interrupts
-        context.board.on_abort(self._groups.clear)
+        context.board.on_close(self._groups.clear)
 
     def begin(
         self, call: Call, facts: Sequence[int] = (), among: Among = Among.ALL, shared: Summary | None = None

@@ -32,7 +32,7 @@ TRANSPORT_ERROR = re.compile(
     r"Connection closed by peer|Socket (closed|unexpectedly closed)|Socket Timeout|"
     r"(readv?|writev?|sendmsg|recvmsg|connect) ?[\[(:]"
 )
-KILLED = "its process ended without a word, as one that is killed does (by hand, by the system for want of memory)"
+KILLED = "its process ended without a word, as one that is killed does (by hand, by the system when memory runs out)"
 # Of a rank that left in order while others were in a call.
 NEVER_MADE = (
     "so it does not make this call: every rank must make it (one inside `if rank == 0:` is made by one rank only)"
@@ -65,11 +65,11 @@ class Endings:
     left: set[int] = field(default_factory=set)
     words: dict[int, str] = field(default_factory=dict)
 
-    def confirm(self, account: Account) -> bool:
+    def is_confirmed(self, account: Account) -> bool:
         """Whether an account is of an exception of the rank that tells it, or of the end of a process."""
         return not account.suspects or account.is_own or any(rank in self.lost for rank in account.suspects)
 
-    def explain(self, account: Account, rank: int) -> bool:
+    def is_explained(self, account: Account, rank: int) -> bool:
         """Whether `rank` can learn nothing more about a failure."""
         seen_by = account.seen_by
         if not account.suspects or account.suspects == [rank]:
@@ -159,9 +159,9 @@ class FailureBoard:
         self._endings = Endings() if watch is None else watch.endings
         self._first: Account | None = None
         self._failed_at = 0.0
-        self._ends: list[Callable[[], None]] = []
+        self._on_failure: list[Callable[[], None]] = []
         self.find_fault: Callable[[], tuple[str, Sequence[int]] | None] = lambda: None
-        self._on_abort: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         # The main thread and the watcher may both learn something.
         self._lock = threading.RLock()
         if watch is not None:
@@ -169,27 +169,29 @@ class FailureBoard:
 
     # -- what to end -----------------------------------------------------------------------------------------------
 
-    def on_end(self, end: Callable[[], None]) -> None:
-        """Register what ends everything under way, on any thread and at any moment of the main thread."""
-        self._ends.append(end)
+    def on_failure(self, end: Callable[[], None]) -> None:
+        """Register what ends something under way as soon as a failure is known, on any thread and at any moment of the
+        main thread."""
+        self._on_failure.append(end)
 
-    def on_abort(self, close: Callable[[], None]) -> None:
-        """Register what this rank's main thread must give up afterwards. What was registered last is given up first."""
-        self._on_abort.append(close)
+    def on_close(self, close: Callable[[], None]) -> None:
+        """Register what this rank's main thread gives up in `close`: after a failure, or when the pipeline is
+        retired. What was registered last is given up first."""
+        self._on_close.append(close)
 
     @contextlib.contextmanager
     def ending(self, end: Callable[[], None]) -> Iterator[None]:
-        """`on_end` for the duration."""
-        self._ends.append(end)
+        """`on_failure` for the duration."""
+        self._on_failure.append(end)
         try:
             yield
         finally:
             with contextlib.suppress(ValueError):
-                self._ends.remove(end)
+                self._on_failure.remove(end)
 
     def close(self) -> None:
         """Give up what was registered, once. The main thread calls this."""
-        closers, self._on_abort = self._on_abort, []
+        closers, self._on_close = self._on_close, []
         for close in reversed(closers):
             # A group may be partly closed already; all that matters is that it closes.
             with contextlib.suppress(Exception):
@@ -198,7 +200,7 @@ class FailureBoard:
     def retire(self) -> None:
         """Give up what was registered, and the watcher. The pipeline runs no more."""
         self.close()
-        self._ends.clear()
+        self._on_failure.clear()
         self.keys = None
         if self._watch is not None:
             self._watch.remove(self)
@@ -335,7 +337,7 @@ class FailureBoard:
         """End everything under way, once."""
         global _num_failures
         with self._lock:
-            ends, self._ends = self._ends, []
+            ends, self._on_failure = self._on_failure, []
         _num_failures += bool(ends)
         for end in ends:
             with contextlib.suppress(Exception):
@@ -362,13 +364,13 @@ class FailureBoard:
     def _is_better(self, account: Account) -> bool:
         """Whether another rank's account says more than the one known here, if no store decided which was first."""
         assert self._first is not None
-        confirm = self._endings.confirm
-        return (not confirm(account), account.at) < (not confirm(self._first), self._first.at)
+        confirmed = self._endings.is_confirmed
+        return (not confirmed(account), account.at) < (not confirmed(self._first), self._first.at)
 
     def _explained(self) -> bool:
         """Whether nothing more is to be learned about the failure."""
         assert self._first is not None
-        return self._endings.explain(self._first, self._rank)
+        return self._endings.is_explained(self._first, self._rank)
 
     def _compose(self) -> None:
         """Make the error from what is known now."""
