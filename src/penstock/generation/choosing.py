@@ -67,7 +67,7 @@ class TokenChoice:
                 own = any(rank[0] for rank in decoding.gather([own]))
             if own:
                 criteria = SharedCriteria(criteria, decoding)
-            return CriteriaOnChosenTokens(criteria, decoding) if decoding.group.tokens_only else criteria
+            return ExchangeTokens(criteria, decoding) if decoding.group.tokens_only else criteria
 
         return get_stopping_criteria
 
@@ -83,11 +83,10 @@ class SharedCriteria(StoppingCriteriaList):  # type: ignore[misc]  # a library w
         return self._decoding.any(super().__call__(input_ids, scores, **kwargs))
 
 
-class CriteriaOnChosenTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
-    """Stopping criteria that see the tokens chosen on the last stage, and put them in their place.
-
-    They are called once the loop has appended what it chose.
-    """
+class ExchangeTokens(StoppingCriteriaList):  # type: ignore[misc]  # a library without types
+    """Stopping criteria that first exchange the chosen tokens: the rank of the last stage sends them, the others
+    receive them and put them in place of what they chose. transformers' loop has no other call of ours after it has
+    chosen: it calls its criteria once it has appended the tokens."""
 
     def __init__(self, criteria: StoppingCriteriaList, decoding: Decoding) -> None:
         super().__init__(criteria)

@@ -332,7 +332,8 @@ class Decoding:
         Returns:
             An output of the model's own class. Its tensors are the last stage's on every rank; of logits with several
             positions only the last one is left, unless `every_position`. With `tokens_only`, the logits are the last
-            stage's only, and `tokens` is due on every rank. A cache in it holds the rank's own layers.
+            stage's only, and `tokens` is due on every rank: `ExchangeTokens` (`choosing.py`) calls it. A cache in the
+            output holds the rank's own layers.
         """
         inputs = inputs if call is not None else {**self._unread, **inputs}
         tokens_only = self.group.tokens_only and call is None
@@ -407,8 +408,8 @@ class Decoding:
         self._compared.add(plan.digest)
 
     def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
-        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen. `chosen`: these
-        tokens there, shape (samples,); of no meaning on other ranks."""
+        """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen, which sends them
+        here. `chosen`: these tokens there, shape (samples,); of no meaning on other ranks."""
         group = self.group
         if self.chooses_tokens:
             self._give(chosen)

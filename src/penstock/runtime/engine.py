@@ -89,7 +89,10 @@ class StepObserver(Protocol):
 class Engine:
     """One rank's part of a layout: trains, and reduces gradients. See `formation` and `reforming` for how it forms.
 
+    Until `take_up` gives it `parts`, only what `__init__` sets is there: most properties read them.
+
     Attributes:
+        parts: what it has for as long as the ranks of a layout work together; another one after each formation.
         trace: a path; while it is set, each training step's timeline is written there (.svg or .json), that of the
             first pipeline. Set it on all ranks alike.
         trace_steps: the first and the last training step, counted from 0, that the timeline covers; None for the latest
@@ -105,6 +108,8 @@ class Engine:
         recovery: what becomes of calls when a rank is lost.
         observers: are told what training steps do.
     """
+
+    parts: Parts
 
     def __init__(
         self,

@@ -68,7 +68,8 @@ def parallelize(
         make_schedule: gives this rank's pipeline's schedule for a number of microbatches.
         board: where failures are recorded, from `new_job()`; by default a new one.
         options: the engine's.
-        make_weights: makes those of this rank's stages on a device, of a model on the meta device.
+        make_weights: makes the weights of this rank's stages on a device, for a model on the meta device, as the
+            benchmark suite has one. (`from_pretrained` and `from_config` give a model that has this rank's weights.)
         make_sharding: makes what shards the weights, such as `TensorParallel`; for a layout with tensor parallelism.
         fill_values: on a rank that joins others which call `change_layout`, fills in what it holds.
         functions: the units' shape functions, if there are some already.
@@ -117,7 +118,7 @@ def connect_ranks(
     """Meet the other ranks of `layout`, make groups and `Parts`, `fill` in the weights, and share random numbers."""
     split, device = engine.split, engine.device
     require_equal_layouts(layout, board)
-    make_schedule(1)  # what the maker refuses, it refuses before anything is made
+    make_schedule(1)  # what the maker refuses, it refuses here, before there are process groups
     held, shared = holders_of(split, layout)
     rank, timeout = dist.get_rank(), engine.options.timeout
     broadcasts = engine.options.owner_choice is not None

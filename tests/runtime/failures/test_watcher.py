@@ -241,13 +241,13 @@ def test_calls_that_can_never_end_together_are_an_error_on_every_rank(tmp_path: 
     for rank, end in enumerate(run_ranks(2, make_different_calls, str(tmp_path))):
         assert end.kind == "PipelineFailure", f"rank {rank}: {end}"
         assert "in save_parallelized" in end.text and "in evaluation" in end.text
-        assert "every rank of a pipeline must make the same calls; this can never end" in end.text
+        assert "every rank must make the same calls; this can never end" in end.text
 
 
 def make_another_call_after_a_long_silence(folder: str) -> None:
     """Rank 1 is stopped inside its call, before rank 0 makes another one, and goes on after four seconds."""
     stopped = Path(folder, "stopped")
-    with mock.patch.object(rollcall, "SIGNAL_GRACE", LONG), mock.patch.object(inquiry, "TRUST", 3):
+    with mock.patch.object(rollcall, "SIGNAL_GRACE", LONG), mock.patch.object(inquiry, "ASK_AGAIN_FACTOR", 3):
         model = build(2, patience=0.5)
         evaluate(model)
         board = model.pipeline.board

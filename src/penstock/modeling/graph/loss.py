@@ -1,9 +1,8 @@
-"""Which mean the model's loss is, so that a microbatch's loss can be scaled to its exact share of the batch's.
+"""What a loss is found to be, a mean or a sum of what, and how a microbatch's loss is scaled to its exact share.
 
 A loss that is a mean over tokens must be weighted by tokens, one over samples by samples: averaging microbatches with
-equal weights is wrong as soon as one of them holds more padding. The rule is found while planning: the loss functions
-over classes are observed, and the target each is given is recognised as a function of the inputs. What else is in the
-loss is followed through the operations that made it; see `reductions`.
+equal weights is wrong as soon as one of them holds more padding. `loss_trace` finds the rule (`LossRule`) while the
+forward is traced; here it is applied in each step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Decides what a loss is, a mean, a sum or neither (`LossTrace.rule`), while a forward is traced."""
+"""Finds what a loss is, a mean, a sum or neither (`LossTrace.rule`), while a forward is traced.
+
+Loss functions over classes are observed, and the targets that each is given are recognised as a function of the inputs.
+What else is in the loss is followed through the operations that made it; see `reductions`.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +187,7 @@ class LossTrace:
 
         The elements that count may have been selected before: by the mask, or by nothing but the labels. Which labels
         are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others. Targets
-        that are probabilities have no such placeholder: of them, only a mask's selection is known."""
+        that are probabilities have no such placeholder: only what a mask selects of them is known."""
         of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
         selected = any(isinstance(source, DataDependentTensor) for source in of_both)
         given, labels = _given(of_target), list(filter(is_label, _given(of_target)))

@@ -153,8 +153,8 @@ def trace(
 ) -> Trace:
     """Run `call(**inputs)`, or the model, with every unit replaced by its shape function.
 
-    Leaves no trace itself: the model's parameters, buffers and modes, gradients, the inputs, caches and the state of
-    the random generators are as before.
+    Changes nothing: the model's parameters, buffers and modes, gradients, the inputs, caches and the state of the
+    random generators are as before.
 
     Args:
         model: its units are intercepted through `interceptor`.

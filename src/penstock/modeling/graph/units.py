@@ -134,10 +134,10 @@ def _units_for(
             functions = shape_functions({name: model.get_submodule(name) for name in units})
             traced = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
-            units = _apart(model, _without(model, units, leak.tensor, inner_calls))
+            units = _apart(model, _divided(model, units, leak.tensor, inner_calls))
             continue
         except UnitInAutogradFunction as enclosed:
-            units = _in_one(model, units, enclosed, tried)
+            units = _joined(model, units, enclosed, tried)
             continue
         except ChangedBuffer as changed:  # by a module without parameters, called as a whole: it belongs on one stage
             if changed.module in ("", *units) or _has_parameters(model.get_submodule(changed.module)):
@@ -145,10 +145,12 @@ def _units_for(
             units.append(changed.module)
             continue
         called = {call.unit for call in traced.calls}
-        looked_into = [unit for unit in units if unit not in called and inner_calls[unit]]
-        if not looked_into:
+        called_inside_only = [unit for unit in units if unit not in called and inner_calls[unit]]
+        if not called_inside_only:
             return _ordered(model, units, traced, arguments), traced, functions
-        units = _apart(model, [p for unit in units for p in (_parts(model, unit) if unit in looked_into else [unit])])
+        units = _apart(
+            model, [p for unit in units for p in (_parts(model, unit) if unit in called_inside_only else [unit])]
+        )
     raise Untraceable(
         "no modules were found that its forward calls as a whole"
         ": let it call its blocks themselves (block(x)), and not what is inside of them"
@@ -289,10 +291,10 @@ def _apart(model: nn.Module, units: list[str]) -> list[str]:
     return list(first.values())
 
 
-def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:
-    """`units` after the model's code used `tensor` of one of them without calling that unit. If it called a module
-    inside the unit, its parts are units. Otherwise it read the tensor itself, which then must be on every stage,
-    outside of units; small as a rule: a buffer of positions beside an embedding."""
+def _divided(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:
+    """The units with one of them divided: the model's code used its `tensor` without calling it. If the code called a
+    module inside this unit, the unit's parts become units. Otherwise the code read the tensor itself, which then must
+    be outside of units, on every stage; small as a rule: a buffer of positions beside an embedding."""
     kept = []
     for unit in units:
         if not tensor.startswith(f"{unit}."):
@@ -300,15 +302,16 @@ def _without(model: nn.Module, units: list[str], tensor: str, inner_calls: Mappi
         elif any(tensor.startswith(f"{inner}.") for inner in inner_calls.get(unit, ())):
             kept += _parts(model, unit)
         else:
-            kept += _without(model, _parts(model, unit), tensor, {})
+            kept += _divided(model, _parts(model, unit), tensor, {})
     return kept
 
 
-def _in_one(
+def _joined(
     model: nn.Module, units: list[str], enclosed: UnitInAutogradFunction, tried: Collection[tuple[str, ...]]
 ) -> list[str]:
-    """`units` with those inside the module that runs them where no boundary can be as one; or without them, if that was
-    tried before: the model's code uses a tensor in it, which then is on every stage."""
+    """Joins the units inside the module of an autograd function (`enclosed.module`), where no boundary can be, into one
+    unit: the module. If that was tried before, leaves the module out: the model's code uses a tensor in it, which then
+    is on every stage."""
     whole = next((name for name, module in model.named_modules() if module is enclosed.module), "")
     inside = [unit for unit in units if unit.startswith(f"{whole}.")]
     if not whole or not inside or len(units) - len(inside) < 1:

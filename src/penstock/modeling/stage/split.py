@@ -297,23 +297,23 @@ class SplitModel:
         if criterion is not None and (left_out := self._forwards.for_criterion(inputs, criterion)):
             arguments = {name: value for name, value in arguments.items() if name not in left_out}
         weigh = plan.loss is not None and shares is not None and stage == self.num_stages - 1
-        evaluate: Callable[[], Any] = partial(
-            self._evaluate, plan, arguments, inputs, shares if weigh else None, criterion
+        run_model: Callable[[], Any] = partial(
+            self._run_model, plan, arguments, inputs, shares if weigh else None, criterion
         )
         if self.tensor_parallel is not None:
             # Loss functions of several means are told apart by counting them, so none of them may be replaced.
             own_loss = weigh and criterion is None and plan.loss is not None and len(plan.loss.counted) == 1
-            evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), own_loss, evaluate)
+            run_model = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), own_loss, run_model)
         if self.kept_state is not None:
-            evaluate = partial(self.kept_state.watching, stage, evaluate)
+            run_model = partial(self.kept_state.watching, stage, run_model)
         if run is None:
-            return evaluate(), ()
+            return run_model(), ()
         if host is not None:
             run.host_values = HostValues()
             run.host_values.know_all(arguments, host)
         if plan.head is not None:
             run.head, run.chunk_tokens = plan.head, self.loss_chunk_tokens or 0
-        handled = partial(self._handled, plan, run, evaluate, seed)
+        handled = partial(self._handled, plan, run, run_model, seed)
         with self._refused:
             output = self._watched(plan, stage, handled) if watch else handled()
         return (None if stage < self.num_stages - 1 else output), run.finished()
@@ -338,12 +338,12 @@ class SplitModel:
         Returns the model's output, in which only the last stage's values are right; caches of keys and values then hold
         the stage's own layers, and entries of the right length for all others."""
         run = self._stage_run(plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over)
-        evaluate: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
+        run_model: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:
-            evaluate = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), False, evaluate)
+            run_model = partial(self.tensor_parallel.run, plan.digest, bool(plan.draws), False, run_model)
         if plan.num_stages == 1 and seed is None:
-            return evaluate()
-        output = None if run.plan.idle and early_exit else self._handled(plan, run, evaluate, seed)
+            return run_model()
+        output = None if run.plan.idle and early_exit else self._handled(plan, run, run_model, seed)
         run.finished()
         return output
 
@@ -388,23 +388,23 @@ class SplitModel:
             )
         return output
 
-    def _handled(self, plan: DataflowPlan, run: StageRun, evaluate: Callable[[], Any], seed: int | None) -> Any:
+    def _handled(self, plan: DataflowPlan, run: StageRun, run_model: Callable[[], Any], seed: int | None) -> Any:
         if seed is not None:
             sources = [*sources_of({*plan.draws, *self._drawn}, self.device), *self._held_sources]
             with seedable(sources) as seed_all:
                 run.seed_with(seed_all, seed)
-                return self._handled(plan, run, evaluate, None)
+                return self._handled(plan, run, run_model, None)
         interceptor = self._forwards.interceptor
         interceptor.handler = run
         try:
             with run.host_values or _NOTHING:
-                return evaluate()
+                return run_model()
         except StageDone:
             return None
         finally:
             interceptor.handler = None
 
-    def _evaluate(
+    def _run_model(
         self,
         plan: DataflowPlan,
         arguments: Any,

@@ -21,18 +21,18 @@ ANSWER_SECONDS, SECONDS_EACH = 1.0, 0.002
 # Delay per doubling of the rank number, so that the lowest rank that waits asks for all.
 TURN_SECONDS = 1.0
 # A rank whose question was asked by another one, or was not answered, waits so many times its patience.
-TRUST = 10
+ASK_AGAIN_FACTOR = 10
 
 
 @dataclass
 class _Wait:
     """What was last seen of the main thread that uses a board: where it was, since when, when to ask for it, and
-    whether it was told."""
+    whether this wait was reported."""
 
     mark: Any = None
     since: float = 0.0
     ask_at: float = math.inf
-    told: bool = False
+    reported: bool = False
 
 
 class Inquiries:
@@ -57,16 +57,16 @@ class Inquiries:
         wait = self._waits.setdefault(board, _Wait())
         mark, now = board.position.mark(), time.monotonic()
         if mark != wait.mark or not board.position.waits():
-            wait.told = False
+            wait.reported = False
             wait.mark, wait.since, wait.ask_at = mark, now, now + board.patience + self._turn(board)
             if self._asking is board:
                 self._asking = None
         elif self._asking is board and now - self._asked_at >= ANSWER_SECONDS + SECONDS_EACH * self._watch.world_size:
             self._asking, waited = None, now - wait.since
-            silent = self._conclude(board, waited, wait.told)
+            silent = self._conclude(board, waited, wait.reported)
             if silent or waited >= board.patience:
-                wait.told, wait.ask_at = True, now + TRUST * board.patience if silent else math.inf
-        elif self._asking is None and (now >= wait.ask_at or (self._watch.ring.next_is_stopped and not wait.told)):
+                wait.reported, wait.ask_at = True, now + ASK_AGAIN_FACTOR * board.patience if silent else math.inf
+        elif self._asking is None and (now >= wait.ask_at or (self._watch.ring.next_is_stopped and not wait.reported)):
             self._answers = {}
             self._asking, self._asked_at = board, now
             self._question += 1
@@ -85,7 +85,7 @@ class Inquiries:
         answer = {"at": mine, "question": question["where"]}
         start_thread(self._watch.ring.tell_one, question["to"], answer, name="penstock-answer")
         if mine["waits"] and _is_same(call, _call(mine)):
-            self._waits.setdefault(board, _Wait()).ask_at = time.monotonic() + TRUST * board.patience
+            self._waits.setdefault(board, _Wait()).ask_at = time.monotonic() + ASK_AGAIN_FACTOR * board.patience
             if self._asking is board and origin < self._watch.rank:
                 self._asking = None
 
@@ -100,8 +100,8 @@ class Inquiries:
         seconds: float = TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
         return seconds
 
-    def _conclude(self, board: FailureBoard, waited: float, told: bool) -> bool:
-        """Say where the others are, unless that was `told`; returns whether to ask again, as some have not answered."""
+    def _conclude(self, board: FailureBoard, waited: float, reported: bool) -> bool:
+        """Say where the others are, unless that was `reported`; returns whether to ask again: some gave no answer."""
         rank, mine = self._watch.rank, board.position.report()
         world = _call(mine).world_number is not None
         asked = range(self._watch.world_size) if world else sorted(board.mates)
@@ -123,10 +123,12 @@ class Inquiries:
         ]  # fmt: skip
         if not there:
             there = ["all other ranks wait there too"]
-        message = "; ".join([*here, *there[:8]]) + ": every rank of a pipeline must make the same calls"
+        message = "; ".join([*here, *there[:8]])
         if impossible or gone:
-            board.fail(f"{message}; this can never end", suspects=())
-        elif not told and (silent or waited >= board.patience):
+            whose = "every rank" if world else "every rank of a pipeline"
+            board.fail(f"{message}: {whose} must make the same calls; this can never end", suspects=())
+        elif not reported and (silent or waited >= board.patience):
+            message += ": still waiting"
             logger.warning(message)
             if silent:
                 self._watch.ring.tell({"board": board.name, "said": message}, lasting=False)

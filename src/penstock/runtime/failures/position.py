@@ -60,7 +60,7 @@ class Position:
         self._num_world_calls = 0
         self._detail: Progress | None = None
         self._inside = False
-        # What of the call, if that says more.
+        # Which part of the call is being done, where that says more than the call's name.
         self._doing = ""
         self._thread = threading.get_ident()
 
