@@ -63,7 +63,7 @@ from penstock.runtime.options import EngineOptions
 from penstock.runtime.parts import Parts, ScheduleMaker
 from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.report import StepReport
-from penstock.runtime.step import StepNotes, TrainingStep
+from penstock.runtime.step import StepListener, TrainingStep
 from penstock.schedule.actions import check_trains
 
 DEFAULT_MICROBATCHES_PER_RANK = 4
@@ -81,9 +81,9 @@ T = TypeVar("T")
 class StepObserver(Protocol):
     """Observes the training steps of an engine that has it among its `observers`."""
 
-    def observing(self, engine: Engine, number: int) -> contextlib.AbstractContextManager[StepNotes | None]:
-        """Around training step `number` on each rank: gives what notes its events, or None for a step that it passes
-        over. All ranks decide alike, and may work together after the step."""
+    def observing(self, engine: Engine, number: int) -> contextlib.AbstractContextManager[StepListener | None]:
+        """Around training step `number` on each rank: gives what is told of its events, or None for a step that it
+        passes over. All ranks decide alike, and may work together after the step."""
 
 
 class Engine:
@@ -323,7 +323,7 @@ class Engine:
         try:
             with contextlib.ExitStack() as observed:
                 seen = [observed.enter_context(observer.observing(self, number)) for observer in self.observers]
-                yield from step.run(meet, number, [notes for notes in seen if notes is not None])
+                yield from step.run(meet, number, [listener for listener in seen if listener is not None])
         finally:
             self.split.kept_state = None
             if step.report is not None:  # also if the caller has left the loop: the step ran itself to its end

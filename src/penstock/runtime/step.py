@@ -43,7 +43,7 @@ from penstock.runtime.loss_proxy import (
 from penstock.runtime.program import Program
 from penstock.runtime.report import ReductionReport, StepReport, numbered
 from penstock.schedule.actions import Kind
-from penstock.schedule.communication import Step
+from penstock.schedule.communication import ActionOrLoss
 
 # How many seconds a signal that interrupted some ranks may take to reach another one.
 LATE_SIGNAL = 3.0
@@ -53,8 +53,8 @@ CHANGED = (
 )
 
 
-class StepNotes(Protocol):
-    """Notes what a step does. Times are this process's monotonic clock, in seconds."""
+class StepListener(Protocol):
+    """Is told what a step does. Times are this process's monotonic clock, in seconds."""
 
     def action(self, kind: str, stage: int, microbatch: int, start: float, end: float) -> None:
         """An action (F, B or W) that ran from `start` to `end`."""
@@ -111,7 +111,7 @@ class TrainingStep:
         self._marks_backwards = program.splits_backward or self._anything_shared
         self._loss_scale = loss_scale
         self._own_means = own_means
-        self._notes: Sequence[StepNotes] = ()
+        self._listeners: Sequence[StepListener] = ()
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[float] | None = None
         self._position = 0
@@ -154,7 +154,7 @@ class TrainingStep:
         return self._inputs.microbatches[self.microbatch]
 
     def run(
-        self, meet: Callable[[], Sequence[Hashable]], number: int = 0, notes: Sequence[StepNotes] = ()
+        self, meet: Callable[[], Sequence[Hashable]], number: int = 0, listeners: Sequence[StepListener] = ()
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
@@ -162,9 +162,9 @@ class TrainingStep:
             meet: waits until all ranks have begun the step, and gives their states, see `Boundaries.prepare`; called
                 before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
-            notes: are told what runs when.
+            listeners: are told what runs when.
         """
-        self._inputs, self._notes = replace(self._inputs, number=number), notes
+        self._inputs, self._listeners = replace(self._inputs, number=number), listeners
         board = self._board
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._meet = meet
@@ -220,7 +220,7 @@ class TrainingStep:
             self._position = position
             if self._posts:
                 self._post(self._posts[position].before)
-            start = time.perf_counter() if self._notes else 0.0
+            start = time.perf_counter() if self._listeners else 0.0
             if kind is Kind.F:
                 self._forward(stage, microbatch)
             elif kind is Kind.W:
@@ -232,8 +232,8 @@ class TrainingStep:
                 self._finish_backward(stage, microbatch)
             else:
                 self._inner_backward(stage, microbatch)
-            for notes in self._notes:
-                notes.action(kind.value, stage, microbatch, start, time.perf_counter())
+            for listener in self._listeners:
+                listener.action(kind.value, stage, microbatch, start, time.perf_counter())
         self._position = len(self._program.actions)
         if not self._begun:  # not a single microbatch here
             self._begin_together()
@@ -304,7 +304,7 @@ class TrainingStep:
             watch=microbatch == 0,
         )
 
-    def _post(self, users: Sequence[Step]) -> None:
+    def _post(self, users: Sequence[ActionOrLoss]) -> None:
         """Post the receives of the messages that `users` will use, if the program says where."""
         if users:
             if not self._begun:
@@ -464,8 +464,8 @@ class TrainingStep:
         # All ranks were in the sums, so what was sent has arrived: this waits for nobody who may be lost.
         self._channels.flush()
         if reduction is not None:
-            for notes in self._notes:
-                notes.reductions(reduction.intervals)
+            for listener in self._listeners:
+                listener.reductions(reduction.intervals)
         seconds = time.perf_counter() - self._started
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None

@@ -63,7 +63,7 @@ class LossKnown:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Step = Action | LossKnown
+ActionOrLoss = Action | LossKnown
 
 
 class Transfer(NamedTuple):
@@ -73,8 +73,8 @@ class Transfer(NamedTuple):
     """
 
     direction: Direction
-    source: Step
-    destination: Step
+    source: ActionOrLoss
+    destination: ActionOrLoss
     peer: int
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Transfer(NamedTuple):
         return f"{here.stage}{self.direction.value}_{here.kind}{here.microbatch}"
 
 
-Operation = Step | Transfer
+Operation = ActionOrLoss | Transfer
 
 
 def carries_loss(boundary: int, stage_to_rank: Sequence[int]) -> bool:
@@ -143,13 +143,13 @@ class _Run:
         self._to_do = [deque([(step, self._users_of(step)) for step in row]) for row in rows]
         # When what a step needs from another one is there. A B has had its own F by then: the stages after it could not
         # have run without.
-        self._input_at: dict[Step, float] = {
+        self._input_at: dict[ActionOrLoss, float] = {
             Action(Kind.F, 0, microbatch): 0.0 for microbatch in range(schedule.num_microbatches)
         }
         self._free_at = [0.0] * schedule.num_ranks
         self._in_window: Counter[tuple[str, int]] = Counter()
 
-    def heads(self) -> list[Step | None]:
+    def heads(self) -> list[ActionOrLoss | None]:
         return [to_do[0][0] if to_do else None for to_do in self._to_do]
 
     def is_ready(self, rank: int) -> bool:
@@ -192,14 +192,14 @@ class _Run:
                 concerned.append(peer)
         return concerned
 
-    def _users_of(self, step: Step) -> Sequence[Step]:
+    def _users_of(self, step: ActionOrLoss) -> Sequence[ActionOrLoss]:
         """What uses the result of `step` on neighbouring stages."""
         if isinstance(step, LossKnown):
             return [LossKnown(stage, step.microbatch) for stage in self._told_by[step.stage]]
         user = step.feeds(self.schedule.num_stages)
         return () if user is None else (user,)
 
-    def _source_rank(self, step: Step) -> int | None:
+    def _source_rank(self, step: ActionOrLoss) -> int | None:
         """The rank of the neighbouring stage whose result `step` uses."""
         stage = step.stage - 1 if step.kind == Kind.F else step.stage + 1
         if step.kind == Kind.W or not 0 <= stage < self.schedule.num_stages:
@@ -207,7 +207,7 @@ class _Run:
         return self.schedule.stage_to_rank[stage]
 
 
-def _with_losses(schedule: Schedule, rank: int) -> Iterable[Step]:
+def _with_losses(schedule: Schedule, rank: int) -> Iterable[ActionOrLoss]:
     top = schedule.top_stage(rank)
     for action in schedule.actions[rank]:
         if action.kind is Kind.B and action.stage == top:
@@ -228,12 +228,12 @@ def within_window(schedule: Schedule, window: int, losses: bool = False) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Posts:
-    """Which receives a rank posts when it has come to an action: each `Step` is the one that will use the message.
-    `inside`: in the backward of the rank's top stage, when the caller has been given the loss and has called
-    `backward()`."""
+    """Which receives a rank posts when it has come to an action: named are the actions that will use
+    the messages. `inside`: in the backward of the rank's top stage, when the caller has been given the loss and has
+    called `backward()`."""
 
-    before: tuple[Step, ...] = ()
-    inside: tuple[Step, ...] = ()
+    before: tuple[ActionOrLoss, ...] = ()
+    inside: tuple[ActionOrLoss, ...] = ()
 
 
 def posts_of(schedule: Schedule, rank: int) -> tuple[int, tuple[Posts, ...]]:
@@ -243,8 +243,8 @@ def posts_of(schedule: Schedule, rank: int) -> tuple[int, tuple[Posts, ...]]:
 
 
 def _posts(operations: Sequence[Operation]) -> Iterable[Posts]:
-    before: list[Step] = []
-    inside: list[Step] = []
+    before: list[ActionOrLoss] = []
+    inside: list[ActionOrLoss] = []
     current = before
     for operation in operations:
         if isinstance(operation, Action):

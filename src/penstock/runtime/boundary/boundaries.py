@@ -33,7 +33,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.runtime.boundary.p2p import Message, P2PChannel, P2PChannels, decode_header, encode_header, header_buffer
 from penstock.runtime.report import profiling
 from penstock.schedule.actions import Kind
-from penstock.schedule.communication import Step, carries_loss
+from penstock.schedule.communication import ActionOrLoss, carries_loss
 
 # For each stage, its microbatches in forward and in backward order.
 Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
@@ -109,8 +109,8 @@ class Boundaries:
             if stage in self.to_next:
                 self.to_next[stage].prepare(backward, crossing[stage], states[stage])
 
-    def post(self, users: Iterable[Step]) -> None:
-        """Post the receives of the messages that these steps will use."""
+    def post(self, users: Iterable[ActionOrLoss]) -> None:
+        """Post the receives of the messages that `users` will use."""
         for user in users:
             if user.kind not in (Kind.F, Kind.B):
                 assert self.after_top is not None
