@@ -64,7 +64,7 @@ def test_the_plugins_own_pipelines_train_as_the_unsplit_model(pool: Pool, num_ra
 
 
 def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
-    whole = HeldBytes.together(profile_model(build()).units).with_live(1)
+    whole = HeldBytes.summed(profile_model(build()).units).with_live(1)
     loss, num_pipelines, _ = pool.run(2, train_with_plugin, "1f1b", 0.8 * whole)[0]
     assert num_pipelines == 1 and loss == pytest.approx(unsplit_loss(), abs=1e-12)
     with pytest.raises(Infeasible, match="no plan: "):
@@ -77,7 +77,7 @@ def test_devices_that_share_sequences_stand_as_one() -> None:
     """Four make at most two ranks, each of which holds a part of the activations, but whole weights."""
     job = share_sequences(Job(profile_model(build(), 1), Cluster((DeviceClass("device", 4),)), 8), 2)
     assert job is not None
-    needed = HeldBytes.together(job.profile.units).with_live(1)
+    needed = HeldBytes.summed(job.profile.units).with_live(1)
     sizes = [auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory, None, 2) for memory in (None, 0.9 * needed)]
     assert sizes == [1, 2]
     with pytest.raises(Infeasible, match="start a multiple of 2"):

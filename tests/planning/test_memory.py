@@ -173,14 +173,14 @@ def test_owners_are_those_of_the_run(pool: Pool, devices: list[tuple[int, ...]],
 def test_a_tied_weight_is_held_once_where_both_its_units_are(family: str) -> None:
     model = FAMILIES[family].build()
     profile = profile_model(model, 1, 8)
-    whole = HeldBytes.together(profile.units)
+    whole = HeldBytes.summed(profile.units)
     assert whole.gradients == sum(parameter.nbytes for parameter in model.parameters())
     assert whole.optimizer == 2 * whole.gradients and whole.weights >= whole.gradients
-    halves = [HeldBytes.together(part) for part in (profile.units[:2], profile.units[2:])]
+    halves = [HeldBytes.summed(part) for part in (profile.units[:2], profile.units[2:])]
     head = model.get_output_embeddings().weight
     tied = head is model.get_input_embeddings().weight
     assert sum(half.gradients for half in halves) - whole.gradients == head.nbytes * tied
-    assert HeldBytes.together(halves).gradients == whole.gradients
+    assert HeldBytes.summed(halves).gradients == whole.gradients
 
 
 def test_chunks_of_logits_are_planned_only_where_training_takes_them() -> None:

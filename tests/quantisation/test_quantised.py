@@ -127,7 +127,7 @@ def train_auto(family: str, folder: Path, kind: str) -> list[tuple[float, int]]:
         model, data = load(family, folder, kind), batch("causal", 4)
         if with_plugin:
             plugin = penstock.HeterogeneousParallelPlugin(microbatch_size=1)
-            whole = HeldBytes.together(profile_model(base_of(mark_packed(model))).units)
+            whole = HeldBytes.summed(profile_model(base_of(mark_packed(model))).units)
             plugin.set_pipelines("auto", 4, model, memory=0.9 * whole.with_live(1))
             model, *_ = plugin.configure(model)
         else:
@@ -193,7 +193,7 @@ def test_the_planner_counts_what_a_stage_of_a_quantised_model_holds(pool: Pool, 
     qlora.pack(outline, said)
     planned = {unit.name: unit for unit in profile_model(outline).units}
     for units, found in pool.run(2, held_in_training, wide_base("llama"), kind):
-        together = HeldBytes.together(planned[name] for name in units)
+        together = HeldBytes.summed(planned[name] for name in units)
         assert found == pytest.approx(together.weights + together.gradients + together.optimizer, rel=0.01)
 
 

@@ -110,7 +110,7 @@ class Candidates:
         under_1f1b = [] if only_lean else find_splits(self._chain)
         under_lean = find_splits(self._chain, deepest=1) if only_lean else []  # one device has the same under any
         # A pipeline holds about as much on each device as one device would of a model so many times smaller.
-        whole = HeldBytes.together(job.held).with_live(1)
+        whole = HeldBytes.summed(job.held).with_live(1)
         for name in lean if only_lean or any(kind.memory < whole for kind in job.cluster.classes) else ():
             for depth in some_depths(min(len(job.parts) // default_stages_per_rank(name), job.cluster.size)):
                 live = max(live_microbatches(name, depth, rank, job.num_microbatches) for rank in range(depth))
@@ -167,11 +167,11 @@ class Candidates:
             for rank, held in zip(mapping, split_into(self.job.held, sizes), strict=True):
                 of_ranks[rank] += held
             return all(
-                HeldBytes.together(held).with_live(count) <= kind.memory
+                HeldBytes.summed(held).with_live(count) <= kind.memory
                 for held, count, kind in zip(of_ranks, live, kinds, strict=True)
             )
 
-        whole = HeldBytes.together(self.job.held)
+        whole = HeldBytes.summed(self.job.held)
         if len(mapping) > len(parts) or whole.state + min(live) * whole.kept > sum(kind.memory for kind in kinds):
             return None
         speeds = tuple(kinds[rank].speed for rank in mapping)

@@ -78,7 +78,7 @@ class HeldBytes:
         return {name: (size, trained, trained * states) for name, size, trained in self.tied}
 
     @staticmethod
-    def together(parts: Iterable[HeldBytes]) -> HeldBytes:
+    def summed(parts: Iterable[HeldBytes]) -> HeldBytes:
         """What units hold on one stage, given in forward order: only one of them works at a time. In a backward the
         units above it have let go of `kept`, or hold `deferred` in its place."""
         weights = gradients = optimizer = kept = working = deferred = splitting = output = forwarding = 0.0
@@ -155,7 +155,7 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
                 of_caller = of_loop
             under_way += here.answer()
             peak = max(peak, held + under_way + of_caller)
-        state = HeldBytes.together(stages[stage] for stage in own)
+        state = HeldBytes.summed(stages[stage] for stage in own)
         found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
     return found
 

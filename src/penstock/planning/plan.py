@@ -68,7 +68,7 @@ class Job:
     @cached_property
     def held(self) -> tuple[HeldBytes, ...]:
         """The memory that each part needs; at least, if it may be recomputed."""
-        return tuple(HeldBytes.together(part) for part in self.recomputed or self.parts)
+        return tuple(HeldBytes.summed(part) for part in self.recomputed or self.parts)
 
 
 @dataclass(frozen=True)

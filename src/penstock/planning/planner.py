@@ -161,7 +161,7 @@ def explain(job: Job) -> Infeasible:
                 for kind in classes
             )
             return Infeasible(f"no plan: {name} alone needs {readable(least)} on {where}")
-    whole = HeldBytes.together(held)
+    whole = HeldBytes.summed(held)
     most = sorted((kind.memory for kind in classes for _ in range(kind.count)), reverse=True)[: len(parts)]
     if whole.with_live(1) > sum(most):
         return Infeasible(
@@ -197,7 +197,7 @@ def explain(job: Job) -> Infeasible:
 def _missing_memory(job: Job) -> float:
     """The least factor for all devices' memory, to a thousandth, with which some split fits. With the highest one the
     largest device holds the whole model."""
-    whole = HeldBytes.together(job.held).with_live(1)
+    whole = HeldBytes.summed(job.held).with_live(1)
     low, high = 1.0, whole / max(kind.memory for kind in job.cluster.classes)
 
     def fits(factor: float) -> bool:

@@ -149,7 +149,7 @@ def held_by_stages(stages: Sequence[Sequence[UnitCost]]) -> list[HeldBytes]:
     held_by_stage = []
     received = 0.0
     for number, units in enumerate(stages):
-        held, sent = HeldBytes.together(units), units[-1].crossing if number < len(stages) - 1 else 0.0
+        held, sent = HeldBytes.summed(units), units[-1].crossing if number < len(stages) - 1 else 0.0
         # What was received is held, though its first unit may not keep it.
         small = SMALL_VALUES if received or sent else 0.0
         kept, working = max(held.kept, received) + sent, held.working + small

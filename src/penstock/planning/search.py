@@ -129,7 +129,7 @@ class Chain:
 
     def _runs(self, parts: Sequence[Sequence[UnitCost]]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
         """For every run of parts: its seconds on each class of devices, its memory for each microbatch, and besides."""
-        held = [HeldBytes.together(part) for part in parts]
+        held = [HeldBytes.summed(part) for part in parts]
         state = _run_sums([unit.state for unit in held])
         before_it: dict[str, int] = {}
         for end, unit in enumerate(held):
@@ -138,7 +138,7 @@ class Chain:
                     state[: before_it[name] + 1, end + 1 :] -= sum(sizes)
                 before_it[name] = end
         kept = _run_sums([unit.kept for unit in held])
-        # See `HeldBytes.together`: what a part works with, when those above it have let go of what they kept.
+        # See `HeldBytes.summed`: what a part works with, when those above it have let go of what they kept.
         before = np.cumsum([unit.kept for unit in held])
         need = before + np.array([unit.working for unit in held])
         working = np.zeros_like(state)
