@@ -24,16 +24,16 @@ CRITERIA_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 class TokenChoice:
-    """How tokens are chosen in one generate(). `watched`: whether more than the tokens is looked at, or may be.
+    """How tokens are chosen in one generate(). `logits_everywhere`: whether something may look at more than tokens.
     `config`: of the generation, once transformers has prepared it."""
 
-    def __init__(self, model: Any, decoding: Decoding, watched: bool) -> None:
+    def __init__(self, model: Any, decoding: Decoding, logits_everywhere: bool) -> None:
         self.config: GenerationConfig | None = None
-        self._model, self._decoding, self._watched = model, decoding, watched
+        self._model, self._decoding, self._logits_everywhere = model, decoding, logits_everywhere
 
     def _tokens_only(self, config: GenerationConfig) -> bool:
         return (
-            not self._watched
+            not self._logits_everywhere
             and len(self._decoding.ranks) > 1
             and type(self._model)._sample is GenerationMixin._sample
             and (config.num_beams or 1) == 1
@@ -63,7 +63,7 @@ class TokenChoice:
         def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             criteria = original(*args, **kwargs)
             own = any(type(criterion) not in CRITERIA_OF_TOKENS for criterion in criteria)
-            if self._watched and len(decoding.ranks) > 1:  # otherwise all ranks have the same
+            if self._logits_everywhere and len(decoding.ranks) > 1:  # otherwise all ranks have the same
                 own = any(rank[0] for rank in decoding.gather([own]))
             if own:
                 criteria = SharedCriteria(criteria, decoding)

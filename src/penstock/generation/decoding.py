@@ -84,22 +84,22 @@ class Group:
 
 @dataclass(frozen=True)
 class Clock:
-    """When each group of a batch is on each stage, if every stage takes one unit of time. `apart`: the units between
+    """When each group of a batch is on each stage, if every stage takes one unit of time. `spacing`: the units between
     two groups; as many as the most stages that follow one another on a rank. `period`: those between two forwards of
     a group."""
 
-    apart: int
+    spacing: int
     period: int
 
     @classmethod
     def of(cls, pipeline: PipelineLayout, number: int) -> Clock:
         """That of so many groups."""
         ranks = pipeline.stage_to_rank
-        apart = max(len(list(stages)) for _, stages in groupby(ranks))
-        return cls(apart, max(len(ranks), apart * number))
+        spacing = max(len(list(stages)) for _, stages in groupby(ranks))
+        return cls(spacing, max(len(ranks), spacing * number))
 
     def time(self, forward: int, group: int, stage: int) -> int:
-        return forward * self.period + group * self.apart + stage
+        return forward * self.period + group * self.spacing + stage
 
 
 def in_turns(pipeline: PipelineLayout) -> bool:
@@ -142,8 +142,8 @@ class Decoding:
         self.every_position = False
         self.exchanges = 0
         self.groups: Sequence[Group] = [Group()]
-        # On the rank of the last stage: the tokens that were not given yet, in the order of their forwards.
-        self._due: deque[TensorSpec] = deque()
+        # On the rank of the last stage: the tokens that it still has to send, in the order of their forwards.
+        self._owed: deque[TensorSpec] = deque()
         self._context, self._board, self._process_groups = context, context.board, context.groups
         self._device = context.device
         self._split = split
@@ -175,7 +175,7 @@ class Decoding:
         self._board.check()
         self.running, self.every_position, self._forwards.seed, self.exchanges = True, False, None, 0
         self.groups, self._turns = [Group()], None
-        self._due.clear()
+        self._owed.clear()
         self._num_sessions += 1
         try:
             with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
@@ -301,8 +301,8 @@ class Decoding:
     def _settle(self) -> None:
         """Receive what is on its way and let what was sent arrive: nothing is left for the next session."""
         with self._board.guard("ending a generation", self.ranks):
-            while self._due:  # of loops that all ranks have ended before these tokens were chosen
-                spec = self._due.popleft()
+            while self._owed:  # of loops that all ranks have ended before these tokens were chosen
+                spec = self._owed.popleft()
                 self._results.give([torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)], specs=[spec])
             self._results.drain()
             self._channels.flush()
@@ -349,7 +349,7 @@ class Decoding:
             # What is older has arrived: its answer is here.
             self._channels.flush(keep=len(self.groups) * len(parts))
         if not self.chooses_tokens:
-            self._yield_turn(self._forwards.stage_runs[0][0])
+            self._yield_turn(self._forwards.consecutive_stages[0][0])
         if self._turns is not None and self._turns.error is not None:
             raise LoopStopped
         if expected is not None:
@@ -383,7 +383,7 @@ class Decoding:
         """Run the stages of this rank, each when its group is due, on each part of the prompts in turn."""
         with self._exchange("exchanging values in generation"):
             parts = [self._forwards.begin(plan, part) for part in inputs]
-        for stages in self._forwards.stage_runs:
+        for stages in self._forwards.consecutive_stages:
             self._yield_turn(stages[0])
             with self._board.guard("exchanging values in generation", self.ranks), torch.no_grad():
                 self.inside = True
@@ -401,7 +401,7 @@ class Decoding:
         The ranks meet here, each when its first stage is due; see `in_turns`. One that has the last stage, too, comes
         as soon as tokens are chosen, and lets others go first, which may compare the plan meanwhile."""
         if self.chooses_tokens and len(self._context.stages) > 1:
-            self._yield_turn(self._forwards.stage_runs[0][0])
+            self._yield_turn(self._forwards.consecutive_stages[0][0])
         if len(self.ranks) > 1 and plan.digest not in self._compared:
             by_rank = self.gather([plan.checksum])
             compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, by_rank, strict=True)})
@@ -428,7 +428,7 @@ class Decoding:
         group, logits = self.group, output["logits"]
         group.token = TensorSpec((logits.shape[0],), torch.int64)
         if self.chooses_tokens:
-            self._due.append(group.token)
+            self._owed.append(group.token)
         else:
             output["logits"] = torch.zeros((logits.shape[0], 1, 1), dtype=logits.dtype, device=logits.device)
             group.expected = self._results.expect(1, specs=[group.token])
@@ -440,7 +440,7 @@ class Decoding:
         with self._board.guard("sending tokens in generation", self.ranks):
             self._results.give([chosen.to(self._device, torch.int64)], specs=[group.token])
         group.token = None
-        self._due.popleft()
+        self._owed.popleft()
 
     def _yield_turn(self, stage: int) -> None:
         """Let other groups go first that are due here before this group is on `stage`, in a forward that it has begun

@@ -78,12 +78,12 @@ def generate(
             arguments.setdefault("stopping_criteria", [])
         decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
         with _streaming(arguments, of_streamers, everywhere=stream_on_all_ranks):
-            watching = groups.watcher(arguments, model, original)
-            if of_criteria and watching is None:
-                watching = groups.WATCHING["stopping_criteria"]
-            number, size = groups.number_of_groups(generation_groups, arguments, model, watching)
+            why_everywhere = groups.why_logits_everywhere(arguments, model, original)
+            if of_criteria and why_everywhere is None:
+                why_everywhere = groups.LOGITS_EVERYWHERE["stopping_criteria"]
+            number, size = groups.number_of_groups(generation_groups, arguments, model, why_everywhere)
             try:
-                return _run(model, original, arguments, number, size, watched=watching is not None)
+                return _run(model, original, arguments, number, size, logits_everywhere=why_everywhere is not None)
             except OnAnotherStage as error:
                 raise NotImplementedError(
                     f"generate() of {type(model).__name__} runs a part of the model by itself, past the model's "
@@ -115,11 +115,11 @@ def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criter
 
 
 def _run(
-    model: Any, original: Callable[..., Any], arguments: dict[str, Any], number: int, size: int, watched: bool
+    model: Any, original: Callable[..., Any], arguments: dict[str, Any], number: int, size: int, logits_everywhere: bool
 ) -> Any:
     """The generation, in `number` groups of a batch of `size`."""
     decoding, device = decoding_of(model.pipeline), model.pipeline.device
-    token_choice = TokenChoice(model, decoding, watched)
+    token_choice = TokenChoice(model, decoding, logits_everywhere)
     with _over_stages(model, decoding, token_choice):
         if number == 1:
             (result,) = decoding.in_groups([partial(original, **arguments)])

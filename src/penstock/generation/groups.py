@@ -24,8 +24,9 @@ from penstock.generation.turns import refusal_of_threads
 LEAST_SAMPLES = 2
 # Arguments with which decoding looks at more than the last position's logits.
 MANY_POSITIONS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens")
-# Arguments and settings with which something looks at the whole batch, or at more than its tokens.
-WATCHING = {
+# Arguments and settings with which something looks at the whole batch, or at more than its tokens: every rank then gets
+# the logits of the whole batch, with the reason.
+LOGITS_EVERYWHERE = {
     "streamer": "a streamer is given the whole batch's tokens",
     "logits_processor": "a logits processor of your own may look at the whole batch",
     "stopping_criteria": "a stopping criterion of your own may look at the whole batch",
@@ -59,11 +60,11 @@ def setting(name: str, arguments: Mapping[str, Any], model: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def watcher(arguments: Mapping[str, Any], model: Any, original: Callable[..., Any]) -> str | None:
-    """Why more than the tokens of `original`, a bound generate(), is looked at; None if it is not."""
+def why_logits_everywhere(arguments: Mapping[str, Any], model: Any, original: Callable[..., Any]) -> str | None:
+    """Why every rank needs the logits of `original`, a bound generate(); None if the tokens are enough."""
     if getattr(original, "__func__", None) is not GenerationMixin.generate:
         return f"{type(model).__name__} has a generate() of its own"
-    return _first(WATCHING, arguments, model)
+    return _first(LOGITS_EVERYWHERE, arguments, model)
 
 
 def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | None:
@@ -77,10 +78,12 @@ def obstacle(arguments: Mapping[str, Any], model: Any, training: bool) -> str | 
     return _first(TOGETHER, arguments, model) or refusal_of_threads() or _without_rows(arguments, model)
 
 
-def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watching: str | None) -> tuple[int, int]:
+def number_of_groups(
+    wanted: Any, arguments: Mapping[str, Any], model: Any, why_everywhere: str | None
+) -> tuple[int, int]:
     """In how many groups a batch is decoded, and its size; says once in the log why it is only one. `wanted`: "auto"
-    for as many as there are ranks in the pipeline, if the batch is large enough. `watching`: why more than the tokens
-    is looked at; None if it is not."""
+    for as many as there are ranks in the pipeline, if the batch is large enough. `why_everywhere`: see
+    `why_logits_everywhere`."""
     if wanted != "auto" and (not isinstance(wanted, int) or wanted is True or wanted < 1):
         raise ValueError(f'generation_groups must be "auto" or a positive number of groups, got {wanted!r}')
     pipeline = model.pipeline
@@ -88,7 +91,7 @@ def number_of_groups(wanted: Any, arguments: Mapping[str, Any], model: Any, watc
     if num_ranks == 1 or wanted == 1:
         return 1, size
     number = min(wanted, size) if wanted != "auto" else num_ranks if size >= LEAST_SAMPLES * num_ranks else 1
-    reason = watching or obstacle(arguments, model, model.training)
+    reason = why_everywhere or obstacle(arguments, model, model.training)
     if reason is None and number == 1:
         reason = f"it has fewer than {LEAST_SAMPLES} samples for each of {num_ranks} ranks"
     if reason is None:

@@ -54,15 +54,15 @@ class Forward:
 
 class SingleForwards:
     """Runs single forwards over the stages of one rank. `seed`: of the dropout of the last forward; None before the
-    first one of a generation. `stage_runs`: this rank's stages, in lists of those that follow one another without
-    another rank's in between."""
+    first one of a generation. `consecutive_stages`: this rank's stages, in lists of those that follow one another
+    without another rank's in between."""
 
     def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
         self._split, self._channels, self._device = split, channels, context.device
         self._own_stages = own = context.stages
         runs = groupby(enumerate(own), lambda numbered: numbered[1] - numbered[0])
-        self.stage_runs = [[stage for _, stage in run] for _, run in runs]
+        self.consecutive_stages = [[stage for _, stage in run] for _, run in runs]
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.
         self._from_previous, self._to_next = (

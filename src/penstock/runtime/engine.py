@@ -89,7 +89,7 @@ class StepObserver(Protocol):
 class Engine:
     """One rank's part of a layout: trains, and reduces gradients. See `formation` and `reforming` for how it forms.
 
-    Until `take_up` gives it `parts`, only what `__init__` sets is there: most properties read them.
+    Until `begin_formation` gives it `parts`, only what `__init__` sets is there: most properties read them.
 
     Attributes:
         parts: what it has for as long as the ranks of a layout work together; another one after each formation.
@@ -130,7 +130,7 @@ class Engine:
         self.step_number = self.num_evaluations = 0
         self.seed: int | None = None
         # The replica whose random numbers this rank has; None before the first formation.
-        self.draws_for: int | None = None
+        self.random_replica: int | None = None
         self.recovery: Recovery = NoRecovery()
         self.observers: list[StepObserver] = []
         self.reduces_gradients = True
@@ -142,7 +142,7 @@ class Engine:
 
     # -- forming ---------------------------------------------------------------------------------------------------
 
-    def take_up(self, parts: Parts) -> None:
+    def begin_formation(self, parts: Parts) -> None:
         """Work with the parts of a new formation from now on."""
         self.parts = parts
         assert dist.group.WORLD is not None

@@ -102,20 +102,24 @@ def start_engine(
 ) -> None:
     """Make a new engine ready for its first step. All ranks start with the same values, or `fill_values` has them."""
 
-    def fill() -> None:
+    def fill_in_weights() -> None:
         if fill_values is None:
             copy_from_first_holders(engine.held, engine.split.model, engine.context.groups, board.check)
         else:
             fill_values(engine, engine.values_here(), Migration())
 
-    connect_ranks(engine, layout, make_schedule, board, fill)
+    connect_ranks(engine, layout, make_schedule, board, fill_in_weights)
     torch_calls.follow(engine)
 
 
 def connect_ranks(
-    engine: Engine, layout: Layout, make_schedule: ScheduleMaker, board: FailureBoard, fill: Callable[[], None]
+    engine: Engine,
+    layout: Layout,
+    make_schedule: ScheduleMaker,
+    board: FailureBoard,
+    fill_in_weights: Callable[[], None],
 ) -> None:
-    """Meet the other ranks of `layout`, make groups and `Parts`, `fill` in the weights, and share random numbers."""
+    """Meet the other ranks of `layout`, make groups and `Parts`, `fill_in_weights`, and share random numbers."""
     split, device = engine.split, engine.device
     require_equal_layouts(layout, board)
     make_schedule(1)  # what the maker refuses, it refuses here, before there are process groups
@@ -138,14 +142,14 @@ def connect_ranks(
         assert groups.tensor_parallel is not None
         split.tensor_parallel.connect(groups.tensor_parallel, device, board)
     parts = Parts(split, context, make_schedule, held, engine.options.owner_choice, engine.options.share_sequences)
-    engine.take_up(parts)
-    drawn = share_progress(context, engine)
+    engine.begin_formation(parts)
+    random_replicas = share_progress(context, engine)
     engine.num_evaluations = 0  # of ranks that come new, too
     with board.guard("sharing weights and random numbers before the first step", context.everyone):
         parts.connect()
-        fill()
-        share_random_state(context, drawn)
-        engine.draws_for = context.replica
+        fill_in_weights()
+        share_random_state(context, random_replicas)
+        engine.random_replica = context.replica
 
 
 # -- what the ranks compare, and agree on, before their first step -----------------------------------------------------
@@ -283,31 +287,32 @@ def share_progress(context: RankContext, engine: Engine) -> list[int | None]:
     of a new run, where no rank has one, is that of rank 0's generator, so that a user's manual_seed decides the run's
     dropout. Gives for each rank the replica whose random numbers it has; None if it comes new."""
     own = torch.initial_seed() & ((1 << 62) - 1) if engine.seed is None else engine.seed
-    mine = [engine.seed is not None, own, engine.step_number, engine.draws_for]
+    mine = [engine.seed is not None, own, engine.step_number, engine.random_replica]
     by_rank = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
     _, engine.seed, engine.step_number, _ = next((each for each in by_rank if each[0]), by_rank[0])
     return [each[-1] for each in by_rank]
 
 
-def share_random_state(context: RankContext, drawn: Sequence[int | None]) -> None:
+def share_random_state(context: RankContext, random_replicas: Sequence[int | None]) -> None:
     """Let the ranks of a replica have the same of torch's random numbers, so that a shuffle without a seed draws one
-    order on all that need the same batches. `drawn`: whose numbers each rank has had, see `share_progress`.
+    order on all that need the same batches. `random_replicas`: for each rank the replica whose numbers it
+    has had, see `share_progress`.
 
     In a new run these are those of the replica's first rank. After a re-formation a replica goes on with the numbers
     that one of its place had; one that is new begins with its own, which follow from those of the first rank."""
     layout, groups, device = context.layout, context.groups, context.device
-    first = next((rank for rank, replica in enumerate(drawn) if replica is not None), None)
+    first = next((rank for rank, replica in enumerate(random_replicas) if replica is not None), None)
     if first is None:
         adopt_random_state(layout.of_replica(context.replica)[0].first_rank, groups.batch_control, device)
         return
     own = states_of(generators_of(device))
     states = own.new_zeros(layout.num_replicas, *own.shape)  # all at once, as there may be hundreds
     for replica in range(layout.num_replicas):
-        if context.rank == (drawn.index(replica) if replica in drawn else first):
+        if context.rank == (random_replicas.index(replica) if replica in random_replicas else first):
             states[replica] = own
     dist.all_reduce(states, group=groups.world_control)
     set_states(generators_of(device), states[context.replica])
-    if context.replica not in drawn:
+    if context.replica not in random_replicas:
         seed_as_new(context.replica)
 
 

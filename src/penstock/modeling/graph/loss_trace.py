@@ -24,7 +24,7 @@ from penstock.modeling.graph.loss import (
     LossTerm,
     batch_size,
 )
-from penstock.modeling.graph.reductions import MIXED, Parts, parts_of
+from penstock.modeling.graph.reductions import MIXED, LossParts, parts_of
 from penstock.nested import map_tensors
 
 # Arguments that hold what a loss compares with: `labels`, `next_sentence_label`, `start_positions`, `target_values`.
@@ -131,7 +131,7 @@ class LossTrace:
         )  # fmt: skip
         return replace(rule, fields=tuple(fields))
 
-    def _rule_of(self, parts: Parts) -> LossRule:
+    def _rule_of(self, parts: LossParts) -> LossRule:
         numbers: dict[LossTerm, tuple[int, ...]] = {}
         reasons = []
         for number in sorted({part.call for part in parts if part.call is not None}):

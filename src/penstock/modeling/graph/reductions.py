@@ -45,7 +45,7 @@ _CLASS_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss",
 _MOST_COMPARED = 1 << 16
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """What a loss is a sum of: the result of a loss function, by its number, or what else there is (None), and with
     which power of the number of samples it grows: 0 for means, 1 for sums. None: it is neither."""
 
@@ -54,8 +54,8 @@ class Part(NamedTuple):
     over_items: bool = False  # whether it was divided by a number of the whole batch
 
 
-MIXED = Part(None, None)
-Parts = frozenset[Part]
+MIXED = LossPart(None, None)
+LossParts = frozenset[LossPart]
 
 
 class Constant(NamedTuple):
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
     chosen: bool = False
 
 
-State = Constant | Rows | Parts
+State = Constant | Rows | LossParts
 
 
 class TensorRef(NamedTuple):
@@ -199,7 +199,7 @@ class OperationRecord:
 
     # -- without other sizes -------------------------------------------------------------------------------------------
 
-    def calls_alone(self, loss: torch.Tensor) -> Parts | None:
+    def calls_alone(self, loss: torch.Tensor) -> LossParts | None:
         """The parts of a loss that is made of nothing but loss functions' results, added up, or divided by a number of
         the batch; None if more is to be known."""
         ref = self.find(loss)
@@ -208,10 +208,10 @@ class OperationRecord:
             return None
         return self._calls_alone(ref.step)
 
-    def _calls_alone(self, index: int) -> Parts | None:
+    def _calls_alone(self, index: int) -> LossParts | None:
         step = self.steps[index]
         if step.call is not None:
-            return frozenset({Part(step.call, int(step.is_sum))})
+            return frozenset({LossPart(step.call, int(step.is_sum))})
         if step.func is None or step.name not in ("add", "div", "_to_copy", "clone", "view", "squeeze", "copy"):
             return None
         first, *others = [
@@ -232,9 +232,9 @@ class OperationRecord:
             self._calls_alone(each.step) if isinstance(each, TensorRef) and each.step is not None else None
             for each in (first, *others)
         ]
-        return None if None in every else frozenset[Part]().union(*(parts for parts in every if parts is not None))
+        return None if None in every else frozenset[LossPart]().union(*(parts for parts in every if parts is not None))
 
-    def used_calls(self, tensor: torch.Tensor) -> Parts:
+    def used_calls(self, tensor: torch.Tensor) -> LossParts:
         """The results of loss functions from which a tensor was made, whatever was done with them."""
         ref = self.find(tensor)
         found, todo = set(), [] if ref is None or ref.step is None else [ref.step]
@@ -242,7 +242,7 @@ class OperationRecord:
         while todo:
             step = self.steps[todo.pop()]
             if step.call is not None:
-                found.add(Part(step.call, int(step.is_sum)))
+                found.add(LossPart(step.call, int(step.is_sum)))
                 continue
             before = {each.step for each in step.refs() if each.step is not None} - seen
             seen |= before
@@ -269,9 +269,9 @@ def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
     return torch.equal(one, two)
 
 
-def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor]) -> Parts | None:
-    """The parts of a loss that was followed twice, with twice as many samples the second time; None if the two times
-    something else was done."""
+def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor]) -> LossParts | None:
+    """The parts of a loss, from two forwards of which the second has twice as many samples as the first; None if the
+    two did different things."""
     one, two = records
     refs = [record.find(loss) for record, loss in zip(records, losses, strict=True)]
     if None in refs:
@@ -287,7 +287,7 @@ def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor])
 
     found = next(at(ref.step) for ref in refs if ref is not None)
     if isinstance(found, Constant):
-        return frozenset({Part(None, 0)})
+        return frozenset({LossPart(None, 0)})
     if isinstance(found, Rows):  # a loss of a single sample
         return frozenset({MIXED})
     # A loss that decides what Python does is no sum of its parts, whatever is made of it then.
@@ -311,7 +311,7 @@ class _Pair:
     def state(self) -> State:
         one = self._one
         if one.call is not None:
-            return frozenset({Part(one.call, int(one.is_sum))})
+            return frozenset({LossPart(one.call, int(one.is_sum))})
         if one.number:
             return Constant(True)
         if one.func is None:
@@ -324,7 +324,7 @@ class _Pair:
             if isinstance(a, TensorRef | torch.Tensor)
         ]  # fmt: skip
         live = [state for _, state in tensors if not isinstance(state, Constant)]
-        parts = frozenset[Part]().union(*(state for state in live if isinstance(state, frozenset)))
+        parts = frozenset[LossPart]().union(*(state for state in live if isinstance(state, frozenset)))
         if any(isinstance(state, frozenset) for state in live):
             several = any(isinstance(state, Rows) for state in live)
             return (None if several else self._of_parts(parts, tensors)) or parts | {MIXED}
@@ -368,7 +368,7 @@ class _Pair:
 
     # -- of sums and means ---------------------------------------------------------------------------------------------
 
-    def _of_parts(self, parts: Parts, tensors: Sequence[tuple[Any, State]]) -> Parts | None:
+    def _of_parts(self, parts: LossParts, tensors: Sequence[tuple[Any, State]]) -> LossParts | None:
         """The result on sums and means that does not mix them; None if there is none."""
         name = self._one.name
         if self._varying:
@@ -383,7 +383,7 @@ class _Pair:
             shift = -shift if name == "div" else shift
             by_number = name == "div" and any(state.number for _, state in constants)  # type: ignore[union-attr]  # a Constant
             return frozenset(
-                Part(p.call, None if p.power is None else p.power + shift, p.over_items or by_number) for p in parts
+                LossPart(p.call, None if p.power is None else p.power + shift, p.over_items or by_number) for p in parts
             )
         if name not in _LINEAR:
             return None
@@ -392,7 +392,7 @@ class _Pair:
                 return None
             added = name not in ("stack", "cat") and not all(isinstance(a, TensorRef) for a, _ in tensors[:2])
             if constants or added or len(tensors) == 1:
-                return parts | {Part(None, 0)} if name not in ("stack", "cat") or constants else parts
+                return parts | {LossPart(None, 0)} if name not in ("stack", "cat") or constants else parts
         return parts
 
     # -- of samples ----------------------------------------------------------------------------------------------------
@@ -421,10 +421,10 @@ class _Pair:
         if not self._varying:
             if isinstance(reduction, int) and power == 0 and one.output == 0 and not isinstance(reduction, bool):
                 if reduction == 2:
-                    return frozenset({Part(None, 1)})
-                return frozenset({Part(None, 0)}) if reduction == 1 and name not in _CLASS_LOSSES else None
+                    return frozenset({LossPart(None, 1)})
+                return frozenset({LossPart(None, 0)}) if reduction == 1 and name not in _CLASS_LOSSES else None
             if name in ("sum", "mean"):
-                return frozenset({Part(None, power + (name == "sum"))})
+                return frozenset({LossPart(None, power + (name == "sum"))})
             return None
         dim = self._varying[0]
         keeps = self._keeps_samples(rows, dim)
@@ -436,7 +436,7 @@ class _Pair:
     def _of_chosen(self, rows: Sequence[tuple[Any, Rows]], power: int) -> State | None:
         name, reduces = self._one.name, len(self._one.shape) == 0
         if reduces and name == "sum":
-            return frozenset({Part(None, power + 1)})
+            return frozenset({LossPart(None, power + 1)})
         elementwise = _is_elementwise(self._one.func) or name in ("_to_copy", "clone", "neg")
         if elementwise and self._numbers_ratio() == 1 and all(state.chosen for _, state in rows):
             return Rows(rows[0][1].dim, power, True)

@@ -134,8 +134,8 @@ class ShapeFunctions:
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
         self.guessed: dict[str, str] = {}
-        # Units whose shapes depend on values of their arguments.
-        self._asking: set[str] = set()
+        # Units whose code reads values of their arguments, so that shapes may depend on them.
+        self._reads_values: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.meter: Callable[[], Any] | None = None
@@ -161,7 +161,7 @@ class ShapeFunctions:
         leaves, spec = flatten((args, kwargs))
         lasting, collected = not any(isinstance(leaf, Cache) for leaf in leaves), lengths(side_outputs())
         key = (name, *map(_shape_key, leaves), *collected.items(), self._modes[name])
-        if name in self._asking:
+        if name in self._reads_values:
             key += tuple(tuple(leaves[index].flatten().tolist()) for index in known)
         remembered = self._remembered.get(key) if lasting else None
         if remembered is not None:
@@ -171,15 +171,15 @@ class ShapeFunctions:
         shared = (self._kind_of(name), str(spec), *key[1:]) if plain else None
         if shared is not None and shared in self._remembered:
             return self._remembered[shared]
-        asking, asked = name in self._asking, _IndexedModule.asked
+        read_values, num_reads = name in self._reads_values, _IndexedModule.num_reads
         found = self._run(name, leaves, spec, known)
-        if asking != (name in self._asking):
+        if read_values != (name in self._reads_values):
             return found  # the key did not tell the values yet
         if lasting:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = found
-            if shared is not None and asked == _IndexedModule.asked and not asking:
+            if shared is not None and num_reads == _IndexedModule.num_reads and not read_values:
                 self._remembered[shared] = found
         return found
 
@@ -197,7 +197,7 @@ class ShapeFunctions:
     def _run(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, known: tuple[int, ...]) -> OutputShape:
         failures: list[tuple[tuple[int, ...], Exception]] = []
         # First as it went before; without the values there is less that a shape is remembered by.
-        ways = dict.fromkeys([known, ()] if name in self._asking else [(), known])
+        ways = dict.fromkeys([known, ()] if name in self._reads_values else [(), known])
         trains = self._trains(name)
         for training in (True, False) if trains else (False,):
             # What cannot run in training mode on meta tensors (a path by chance, say) mostly can in evaluation mode.
@@ -213,14 +213,14 @@ class ShapeFunctions:
                     failures.append((values, error))
                     continue
                 if values:
-                    self._asking.add(name)
+                    self._reads_values.add(name)
                 return found
         failure = next(error for values, error in reversed(failures) if not values)
         first_line = str(failure).strip().partition("\n")[0]
         self.guessed.setdefault(name, f"{type(failure).__name__}: {first_line}")
         # Costs are those of the parts that run, and of the parameters of those that cannot.
-        answered = None if self.meter is not None else self._answered(name, leaves, spec, str(failure))
-        return self._assuming(name, leaves, spec, failure) if answered is None else answered
+        shape = None if self.meter is not None else self._if_any_value_does(name, leaves, spec, str(failure))
+        return self._assuming(name, leaves, spec, failure) if shape is None else shape
 
     def _trains(self, name: str) -> bool:
         """Whether something in a unit is in training mode. Costs are compared in evaluation mode."""
@@ -239,15 +239,17 @@ class ShapeFunctions:
         finally:
             self.seen.where = ""
 
-    def _answered(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str) -> OutputShape | None:
-        """The shape of what a unit returns whose code asks after values, for any answer; None if it depends on them.
-        `before` is what it failed with when nothing was answered."""
+    def _if_any_value_does(
+        self, name: str, leaves: list[Any], spec: pytree.TreeSpec, before: str
+    ) -> OutputShape | None:
+        """The shape of what a unit returns whose code asks for values, if it is the same whatever they are; else None.
+        `before` is what the unit failed with where no value was given."""
         found = []
         for yes in (False, True):
             try:
-                found.append(self._attempt(name, leaves, spec, True, answered=AssumedValues(yes)))
+                found.append(self._attempt(name, leaves, spec, True, assumed_values=AssumedValues(yes)))
             except Exception as error:
-                if str(error) == before:  # it is no question that it fails on
+                if str(error) == before:  # it does not fail for want of a value
                     return None
         return found[0] if found and found[0] == found[-1] else None
 
@@ -278,7 +280,7 @@ class ShapeFunctions:
         spec: pytree.TreeSpec,
         assumed: bool,
         known: tuple[int, ...] = (),
-        answered: AbstractContextManager[Any] | None = None,
+        assumed_values: AbstractContextManager[Any] | None = None,
         training: bool = False,
     ) -> OutputShape:
         use = CacheUse()
@@ -312,7 +314,7 @@ class ShapeFunctions:
                 self._in_mode(name, training),
                 RememberedOperations(self.seen),
                 KnownValues() if known else nullcontext(),  # type: ignore[no-untyped-call]  # torch's has no types
-                answered or nullcontext(),
+                assumed_values or nullcontext(),
                 self.meter() if self.meter else nullcontext() as counted,
             ):
                 output = self._copies[name](*args, **kwargs)
@@ -352,15 +354,15 @@ class ShapeFunctions:
 
 
 class _IndexedModule:
-    """Mixed into the copy of a module that knows its place among others: counts how often its code asks for it."""
+    """Mixed into the copy of a module that knows its place among others: counts how often its code reads it."""
 
-    asked = 0
+    num_reads = 0
 
-    def _ask(self) -> Any:
-        _IndexedModule.asked += 1
+    def _read(self) -> Any:
+        _IndexedModule.num_reads += 1
         return vars(self)["layer_idx"]
 
-    layer_idx = property(_ask, lambda self, value: vars(self).update(layer_idx=value))
+    layer_idx = property(_read, lambda self, value: vars(self).update(layer_idx=value))
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
