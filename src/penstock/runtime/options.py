@@ -34,14 +34,14 @@ class SequenceParts(Protocol):
     def cut(
         self, microbatches: Sequence[Mapping[str, Any]], criterion: Criterion | None
     ) -> Sequence[Mapping[str, Any]]:
-        """Of the inputs of whole sequences those of this rank's part. Raises what says why they cannot be cut, alike on
-        all ranks."""
+        """This rank's part of the inputs of whole sequences. Raises, alike on all ranks, what says why they cannot be
+        cut."""
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums over the parts. The last stages' ranks call this together."""
 
     def join(self, output: Any, part: Mapping[str, Any], whole: Mapping[str, Any], losses: Collection[str]) -> Any:
-        """The output for whole sequences, of a part's. The last stages' ranks call this together. `losses`: names of
+        """The output for whole sequences, from this part's. The last stages' ranks call this together. `losses`: names of
         fields that are shares."""
 
 

@@ -186,7 +186,7 @@ class SplitModel:
     kept_state: KeptState | None = None
     # Entered around each forward, and around the following of one, with its inputs.
     computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(lambda _: _NOTHING)
-    # Of how many tokens a plan's head makes the logits at once.
+    # The number of tokens whose logits a plan's head makes at once.
     loss_chunk_tokens: int | None = None
     # The first module with a parameter, and the parameter's name.
     _first_parameter: tuple[nn.Module | None, str] = (None, "")
