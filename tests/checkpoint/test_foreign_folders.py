@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.files import open_tensors
 from penstock.checkpoint.load import load_ordinary
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.training_state import TrainingState, load_object, load_training_state, save_object
 from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.audit import only_within

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.checkpoint import files
-from penstock.checkpoint.file_specs import CheckpointRanks
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.training_state import save_object
 from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.checkpoint_ranks import (

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 import penstock
 from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
-from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import from_parallelized, load_ordinary
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.training_state import TrainingState, load_object, load_training_state
 from penstock.checkpoint.untrusted import CheckpointError
 from tests.support.audit import only_within

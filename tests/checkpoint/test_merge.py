@@ -8,8 +8,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from penstock.checkpoint.file_specs import SaveOptions, SavingRank
+from penstock.checkpoint.file_specs import SaveOptions
 from penstock.checkpoint.formats import ModelFormat
+from penstock.checkpoint.ranks import SavingRank
 from tests.support.checkpoint_ranks import assert_holds, gpt2, raised, save, scramble, split_copies
 from tests.support.families import FAMILIES
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import penstock
 from penstock import PipelineFailure
 from penstock.checkpoint import files
-from penstock.checkpoint.file_specs import CheckpointRanks, SavingRank
 from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
 from penstock.checkpoint.training_state import TrainingState, load_training_state, save_object
 from penstock.checkpoint.untrusted import CheckpointError

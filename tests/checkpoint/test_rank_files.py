@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint.file_specs import CheckpointRanks, SavingRank
 from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized, save_run_state
 from penstock.checkpoint.training_state import TrainingState
 from penstock.checkpoint.untrusted import CheckpointError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.save import save_parallelized
 from penstock.checkpoint.training_state import TrainingState, load_training_state
 from penstock.checkpoint.untrusted import CheckpointError

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.checkpoint.file_specs import CheckpointRanks, SavingRank
 from penstock.checkpoint.load import from_parallelized
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import save_parallelized
 from penstock.modeling.graph.units import list_units
 from penstock.modeling.stage.split import SplitModel

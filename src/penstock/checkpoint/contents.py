@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from penstock.checkpoint.file_specs import CheckpointRanks, HeldTensor, SaveOptions, SavingRank, SavingReport
+from penstock.checkpoint.file_specs import HeldTensor, SaveOptions, SavingReport
 from penstock.checkpoint.files import flush_file, write_bytes
 from penstock.checkpoint.formats import ModelFormat
 from penstock.checkpoint.load import match, saved_sources
@@ -35,6 +35,7 @@ from penstock.checkpoint.manifest import (
     weight_file_names,
     whole_manifest,
 )
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.reader import CheckpointReader, Location, Resharding
 from penstock.checkpoint.save import Save
 from penstock.checkpoint.staging import discard

@@ -8,16 +8,14 @@ through it (`model_methods.save_by_own_method`).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Annotated, Any, NoReturn, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -26,44 +24,16 @@ from transformers.utils import CONFIG_NAME
 from penstock.checkpoint.files import BackgroundWork, SaveFunction, writing
 from penstock.checkpoint.manifest import MODEL, FileEntry, check_variant
 from penstock.checkpoint.model_state import held_state
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.staging import Replacement
 from penstock.checkpoint.tensors import DTYPES, dtype_name
-from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch, Count, describe, typed
+from penstock.checkpoint.untrusted import CheckpointError, Count, typed
 from penstock.modeling.instrumentation import known_of
 from penstock.modeling.libraries import of_diffusers
 from penstock.modeling.sharding import Sharding
 from penstock.modeling.weights.whole import packed_weights, whole_shape
-from penstock.runtime.comm.exchange import Guard, Ranks
-from penstock.runtime.failures.board import ranks_in_words
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class SavingRank:
-    """Where a rank that saves stands. `number`, in its files' names: its index among the ranks of all pipelines that
-    have its tensor-parallel rank. The first pipeline writes; the others hold the same weights."""
-
-    number: int = 0
-    num_pipeline_ranks: int = 1
-    pipeline: int = 0
-    tensor_parallel_rank: int = 0
-    tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
-
-    @property
-    def replica(self) -> int:
-        """Which batch its pipeline takes: those that share their sequences take one."""
-        return self.pipeline // self.context_parallel_size
-
-    @property
-    def is_writer(self) -> bool:
-        return self.pipeline == 0
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank writes what is written once."""
-        return self.number == 0 and self.tensor_parallel_rank == 0
 
 
 @dataclass(frozen=True)
@@ -350,42 +320,3 @@ def write_side_files(model: nn.Module, directory: str) -> list[str]:
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
         return sorted(set(os.listdir(directory)) - before)
-
-
-@contextlib.contextmanager
-def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        lost = f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {list(peers)}"
-        cause = describe(error).split(". This is typically")[0]
-        raise CheckpointError(f"lost the connection to {lost} while {doing} ({cause})") from error
-
-
-class CheckpointRanks(Ranks):
-    """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. It is a
-    CheckpointMismatch if that is why each of them failed. `group`: whose backend carries CPU tensors (gloo); None for a
-    rank on its own. `guard`: how a lost rank is told and named. Without it a CheckpointError says which ranks it can
-    have been. `place`: where this one stands."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        guard: Guard = _name_the_others,
-        place: SavingRank | None = None,
-    ) -> None:
-        super().__init__(group, guard)
-        self.place = place or SavingRank()
-
-    def _words(self, error: BaseException) -> tuple[str, bool]:
-        return describe(error), isinstance(error, CheckpointMismatch)
-
-    def _fail(
-        self, doing: str, failed: Mapping[int, tuple[str, bool]], unchanged: str, own: Exception | None
-    ) -> NoReturn:
-        alike: dict[str, list[int]] = {}
-        for rank, (words, _) in failed.items():
-            alike.setdefault(words, []).append(rank)
-        failures = "; ".join(f"{ranks_in_words(ranks)}: {words}" for words, ranks in alike.items())
-        kind = CheckpointMismatch if all(is_mismatch for _, is_mismatch in failed.values()) else CheckpointError
-        raise kind(f"{doing} failed: {failures}" + (f"; {unchanged}" if unchanged else "")) from own

@@ -30,7 +30,6 @@ from penstock.checkpoint.file_specs import (
     FileSpec,
     HeldTensor,
     SaveFormat,
-    SavingRank,
     SavingReport,
     Source,
     first_holders,
@@ -56,6 +55,7 @@ from penstock.checkpoint.manifest import (
 )
 from penstock.checkpoint.model_state import MARK, as_values, held_state, own_name
 from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.checkpoint.ranks import SavingRank
 from penstock.checkpoint.staging import Replacement, read_index, write_index
 from penstock.checkpoint.tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
 from penstock.checkpoint.training_state import TrainingState, collect_training_state, common_content, random_key

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.files import check_archive, open_tensors
 from penstock.checkpoint.manifest import (
     ADAPTER,
@@ -39,6 +38,7 @@ from penstock.checkpoint.model_state import (
     parts_of_state,
     registered_names,
 )
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.reader import CheckpointReader, Resharding
 from penstock.checkpoint.staging import read_index
 from penstock.checkpoint.tensors import DTYPES, dtype_name, of_run, outline, tied_groups

@@ -18,12 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.file_specs import (
-    CheckpointRanks,
     Content,
     FileSpec,
     SaveFormat,
     SaveOptions,
-    SavingRank,
     SavingReport,
     each_file,
     first_holders,
@@ -34,6 +32,7 @@ from penstock.checkpoint.file_specs import (
 from penstock.checkpoint.formats import TRAINING_VARIANT, AdapterFormat, ParallelFormat
 from penstock.checkpoint.load import from_parallelized, load_adapters, load_ordinary
 from penstock.checkpoint.model_state import parts_of_state
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.save import Save, save_parallelized
 from penstock.checkpoint.tensors import tied_groups
 from penstock.checkpoint.training_state import (

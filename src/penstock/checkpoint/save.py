@@ -27,12 +27,10 @@ import torch
 from torch import nn
 
 from penstock.checkpoint.file_specs import (
-    CheckpointRanks,
     Content,
     FileSpec,
     SaveFormat,
     SaveOptions,
-    SavingRank,
     SavingReport,
     each_file,
     refuse_unsupported,
@@ -42,6 +40,7 @@ from penstock.checkpoint.file_specs import (
 from penstock.checkpoint.files import BackgroundWork, write_bytes, writing
 from penstock.checkpoint.formats import ModelFormat, ParallelFormat
 from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.ranks import CheckpointRanks, SavingRank
 from penstock.checkpoint.staging import commit, discard, prepare
 from penstock.checkpoint.tensors import once_for_tied
 from penstock.checkpoint.training_state import TrainingState

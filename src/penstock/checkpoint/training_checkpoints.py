@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
-from penstock.checkpoint.file_specs import CheckpointRanks
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import (
     checkpoint_ranks,
@@ -26,6 +25,7 @@ from penstock.checkpoint.model_methods import (
     restore_progress,
     unwrapped,
 )
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.save import Saver, save_run_state
 from penstock.checkpoint.training_state import (
     LOSS_SCALE,

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from penstock.checkpoint.file_specs import CheckpointRanks, SavingReport, writers_of
+from penstock.checkpoint.file_specs import SavingReport, writers_of
 from penstock.checkpoint.files import load_data, plain_content, replace_file, writing
 from penstock.checkpoint.manifest import SEPARATOR, TRAINING, Manifest, whole_manifest
 from penstock.checkpoint.optimizer_state import (
@@ -33,6 +33,7 @@ from penstock.checkpoint.optimizer_state import (
     restore_optimizer,
     written_elsewhere,
 )
+from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.reader import CheckpointReader, Resharding
 from penstock.checkpoint.tensors import bytes_of
 from penstock.checkpoint.untrusted import (
