@@ -40,11 +40,12 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import generators_of, set_states
 from penstock.runtime.boundary.p2p import P2PChannels
 from penstock.runtime.comm.exchange import Ranks
-from penstock.runtime.comm.rollcall import Among, Call
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, after
+from penstock.runtime.failures.position import Among
 from penstock.runtime.formation import adopt_random_state
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ class Decoding:
         self._owed.clear()
         self._num_sessions += 1
         try:
-            with self._board.position.call("generation", world=False, detail=self), self._one_random_state():
+            with self._board.position.call("generation", among=Among.PIPELINE, detail=self), self._one_random_state():
                 yield
                 self._settle()
         except PipelineFailure:

@@ -54,6 +54,11 @@ class RankContext:
         return self.pipeline.ranks()
 
     @property
+    def batch_ranks(self) -> tuple[int, ...]:
+        """The global ranks of the pipelines that take the same batch as this rank's, ascending."""
+        return tuple(rank for pipeline in self.layout.of_replica(self.replica) for rank in pipeline.ranks())
+
+    @property
     def everyone(self) -> Sequence[int]:
         """All global ranks."""
         return range(self.layout.world_size)

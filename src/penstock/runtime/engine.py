@@ -29,7 +29,7 @@ from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.split import SplitModel
 from penstock.random_state import key_of, mixed
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.rollcall import Among, Call, Shared
+from penstock.runtime.comm.rollcall import Call, Shared
 from penstock.runtime.comm.settings import (
     MODULUS,
     BatchInWords,
@@ -42,6 +42,7 @@ from penstock.runtime.comm.settings import (
 )
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import FailureBoard
+from penstock.runtime.failures.position import Among
 from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.gradients.updates import mixed_update
@@ -355,8 +356,7 @@ class Engine:
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:
             self.split.refuse_if_moved(self.device)
-        alone = among is Among.PIPELINE or (among is Among.BATCH and self.layout.num_replicas > 1)
-        with self.context.interrupts.held(), self.board.call(str(call), world=not alone):
+        with self.context.interrupts.held(), self.board.call(str(call), among):
             try:
                 gathered = self._meet(call, settings, among, batch)
             except BaseException:

@@ -29,10 +29,11 @@ from penstock.runtime.boundary.boundaries import Boundaries
 from penstock.runtime.boundary.p2p import carried
 from penstock.runtime.comm.exchange import Ranks, from_plain, to_plain
 from penstock.runtime.comm.gloo import wait_for_all
-from penstock.runtime.comm.rollcall import Among, Call
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import states_of_stages
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
+from penstock.runtime.failures.position import Among
 from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import StepInputs, refuse_without_loss
 from penstock.runtime.options import SequenceParts
@@ -92,7 +93,7 @@ def _evaluation(
         settings = engine.parts.settings(fingerprint(inputs), prepared, engine.loss_scale, engine.reduces_gradients)
         with (
             engine.together(call, settings, among, partial(described, inputs, sizes)) as gathered,
-            engine.board.guard("evaluating", engine.context.pipeline_ranks),
+            engine.board.guard("evaluating", engine.board.ranks_of(among)),
         ):
             engine.num_evaluations += 1
             stage_states = states_of_stages(gathered, engine.context, training=False)

@@ -40,7 +40,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.failures.interrupts import Interrupts
-from penstock.runtime.failures.position import PATIENCE_SECONDS
+from penstock.runtime.failures.position import PATIENCE_SECONDS, Among
 from penstock.runtime.failures.watcher import interruptible
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.migration import FillValues, Migration
@@ -133,7 +133,7 @@ def connect_ranks(
             timeout or default_timeout(device),
         )
     context = RankContext(layout, rank, device, groups, board, Interrupts())
-    board.mates = frozenset(context.pipeline_ranks)
+    board.ranks = {Among.PIPELINE: context.pipeline_ranks, Among.BATCH: context.batch_ranks}
     board.on_failure(groups.abort)
     board.find_fault = groups.fault
     # Registered first, to be called last: a group closes only when nothing refers to it.
@@ -199,7 +199,7 @@ def new_job(
     board.patience = patience
     on_board(board)
     try:
-        with board.position.call(call, world=True):
+        with board.position.call(call, among=Among.ALL):
             refuse_shared_devices(default_store(), board)
             yield board
     except BaseException:
@@ -218,7 +218,7 @@ def job_board() -> FailureBoard:
     number = _num_jobs[world] = _num_jobs.get(world, 0) + 1
     store, rank, world_size = default_store(), dist.get_rank(), dist.get_world_size()
     watch = watcher.start(store, rank, world_size, all_here(world_size))
-    board = FailureBoard(rank, f"job {number}", watch, range(world_size))
+    board = FailureBoard(rank, f"job {number}", watch)
     if watch is not None:
         watcher.hear_of_errors(watch)
     return board

@@ -27,6 +27,7 @@ from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure, after
+from penstock.runtime.failures.position import Among
 from penstock.runtime.gradients.gradients import Gradients, autocast_now, multiply_gradients
 from penstock.runtime.gradients.watch import GradientWatch
 from penstock.runtime.inputs import StepInputs
@@ -169,7 +170,7 @@ class TrainingStep:
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._meet = meet
         name = "training step" if self._reduce else "training step under no_sync()"
-        board.position.enter(name, world=True, detail=self)
+        board.position.enter(name, among=Among.ALL, detail=self)
         due_backwards = self._run_actions()
         fault: LoopError | None = None
         try:

@@ -37,9 +37,10 @@ from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batc
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, zero_loss
 from penstock.modeling.libraries import base_of
 from penstock.modeling.stage.outputs import NamedOutput, OutputForm
-from penstock.runtime.comm.rollcall import Among, Call
+from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.evaluation import share_output
+from penstock.runtime.failures.position import Among
 from penstock.runtime.inputs import AS_ACCUMULATED
 from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import with_fused_head_of_stages

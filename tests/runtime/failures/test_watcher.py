@@ -276,6 +276,39 @@ def test_a_rank_that_has_not_answered_is_asked_again(tmp_path: Path) -> None:
         assert "this can never end" in end.text, end.text
 
 
+def come_late_to_share_a_sequence(named: Path) -> list[str]:
+    """Two batches, of two pipelines each. Rank 1 comes to an evaluation when rank 0, its partner, has named it; then it
+    makes another call than its partner."""
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        if "rank 1 is in its own program" in line:
+            named.touch()
+
+    with mock.patch.object(rollcall, "SIGNAL_GRACE", LONG):
+        model = parallelize(FAMILIES["llama"].build(), 1, num_microbatches=2, context_parallel_size=2, patience=0.5)
+        evaluate(model)
+        with mock.patch.object(inquiry.logger, "warning", note):
+            if my_rank() == 1:
+                wait_until(named.exists)
+            evaluate(model)
+        with contextlib.suppress(PipelineFailure):
+            if my_rank() == 0:
+                evaluate(model)
+            run_step(model, batch("causal", 4))
+        return [*lines, str(model.pipeline.board.failed)]
+
+
+def test_a_partner_that_shares_a_sequence_is_asked_too(tmp_path: Path) -> None:
+    values = [end.value for end in run_ranks(4, come_late_to_share_a_sequence, tmp_path / "named")]
+    named = [line for line in values[0] if "; rank 1 is in its own program " in line]
+    assert named and named[0].startswith("rank 0 has waited ") and "evaluation" in named[0]
+    for lines in values:
+        assert "in evaluation" in lines[-1] and "in training step" in lines[-1], lines
+        assert "this can never end" in lines[-1]
+
+
 SECONDS = 2.0  # that a transfer may take
 
 

@@ -21,6 +21,7 @@ from penstock.runtime.comm.devices import backend, use_local_device
 from penstock.runtime.comm.groups import NO_DUMPS, abort_groups, is_gloo, zero
 from penstock.runtime.failures import watcher
 from penstock.runtime.failures.board import FailureBoard, num_failures
+from penstock.runtime.failures.position import Among
 
 DEFAULT_PORT = 29500
 # The variables in which launchers say the rank, the number of processes and the rank on the machine: torchrun's, which
@@ -148,7 +149,7 @@ def meet(
     board = FailureBoard(rank, "rendezvous", watch)
     doing = "setting up torch.distributed"
     on_board(board)
-    with board.position.call(doing, world=True), board.guard(doing):
+    with board.position.call(doing, among=Among.ALL), board.guard(doing):
         watcher.interruptible(partial(join, board.refuse_if_failed), board, limit)
     watch.begin(dist.group.WORLD)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from penstock.runtime.context import RankContext
 from penstock.runtime.failures.board import PipelineFailure, ranks_in_words
+from penstock.runtime.failures.position import Among
 
 # How long ranks that do different things wait for a signal that some of them have had already.
 SIGNAL_GRACE = 3.0
@@ -75,15 +76,6 @@ class Call(Enum):
 
 
 CALLS = tuple(Call)
-
-
-class Among(Enum):
-    """Whose ranks make a call together: this pipeline's, those of the pipelines that take the same batch (as they share
-    its sequences), or all pipelines'."""
-
-    PIPELINE = "pipeline"
-    BATCH = "batch"
-    ALL = "all"
 
 
 class CallMismatch(RuntimeError):

@@ -13,14 +13,14 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
 
 from penstock.runtime.failures.keys import Keys, StoreTimeout
-from penstock.runtime.failures.position import PATIENCE_SECONDS, Position
+from penstock.runtime.failures.position import PATIENCE_SECONDS, Among, Position
 from penstock.runtime.failures.ring import Ring
 
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
@@ -135,6 +135,7 @@ class FailureBoard:
 
     Attributes:
         failed: the error to raise, once there is one. The watcher may set it at any moment.
+        ranks: who is in this pipeline, and who takes its batch; empty until pipelines are formed.
         patience: how many seconds this rank waits for others before it asks where they are.
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
@@ -145,11 +146,11 @@ class FailureBoard:
         watch: this process's `watcher.Watch`, None if there is nobody to watch.
     """
 
-    def __init__(self, rank: int, name: str, watch: Watching | None = None, mates: Collection[int] = ()):
+    def __init__(self, rank: int, name: str, watch: Watching | None = None):
         self.name = name
         self.position = Position()
         self.patience = PATIENCE_SECONDS
-        self.mates: Collection[int] = mates
+        self.ranks: Mapping[Among, Sequence[int]] = {}
         self.resume: dict[str, str] = {}
         self.detail_wait = DETAIL_WAIT
         self.failed: PipelineFailure | None = None
@@ -274,11 +275,11 @@ class FailureBoard:
             self.check()
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool) -> Iterator[None]:
-        """Around a call of the library in which all ranks of this pipeline take part, or of all pipelines (`world`).
+    def call(self, name: str, among: Among) -> Iterator[None]:
+        """Around a call of the library in which all ranks of `among` take part.
         A transport's error becomes a PipelineFailure; what else is raised in here is left to the caller."""
         self.check()
-        with self.position.call(name, world=world):
+        with self.position.call(name, among=among):
             try:
                 yield
             except PipelineFailure:
@@ -286,7 +287,11 @@ class FailureBoard:
             except Exception as error:
                 if self.failed is None and not is_transport_error(error):
                     raise
-                self._raise_first(f"in {name}", () if world else list(self.mates), error)
+                self._raise_first(f"in {name}", self.ranks_of(among), error)
+
+    def ranks_of(self, among: Among) -> Sequence[int]:
+        """The ranks of this pipeline, or of more, ascending."""
+        return self.ranks.get(among, range(0 if self._watch is None else self._watch.world_size))
 
     def _raise_first(self, doing: str, peers: Sequence[int], error: Exception) -> NoReturn:
         """Raise what `lost_connection` says of an error that is being handled."""

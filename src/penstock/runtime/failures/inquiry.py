@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.failures.board import FailureBoard, Watching
-from penstock.runtime.failures.position import CallRecord, differ
+from penstock.runtime.failures.position import Among, CallRecord, differ
 from penstock.runtime.threads import start_thread
 
 logger = logging.getLogger("penstock")
@@ -79,9 +79,9 @@ class Inquiries:
     def answer(self, board: FailureBoard, origin: int, question: dict[str, Any]) -> None:
         """Tell a rank that asks where this one is, if that is of use to it."""
         mine, call = board.position.report(), CallRecord(*question["call"])
-        if call.world_number is None and origin not in board.mates:
+        if origin not in board.ranks_of(call.among):
             return
-        mine["pipeline"] = min(board.mates, default=self._watch.rank)
+        mine["pipeline"] = min(board.ranks_of(Among.PIPELINE))
         answer = {"at": mine, "question": question["where"]}
         start_thread(self._watch.ring.tell_one, question["to"], answer, name="penstock-answer")
         if mine["waits"] and _is_same(call, _call(mine)):
@@ -96,21 +96,20 @@ class Inquiries:
 
     def _turn(self, board: FailureBoard) -> float:
         """How many seconds others have to ask first."""
-        rank, world = self._watch.rank, _call(board.position.report()).world_number is not None
-        seconds: float = TURN_SECONDS * (rank if world else sum(mate < rank for mate in board.mates)).bit_length()
-        return seconds
+        asked = board.ranks_of(_call(board.position.report()).among)
+        return TURN_SECONDS * sum(rank < self._watch.rank for rank in asked).bit_length()
 
     def _conclude(self, board: FailureBoard, waited: float, reported: bool) -> bool:
         """Say where the others are, unless that was `reported`; returns whether to ask again: some gave no answer."""
         rank, mine = self._watch.rank, board.position.report()
-        world = _call(mine).world_number is not None
-        asked = range(self._watch.world_size) if world else sorted(board.mates)
+        asked = board.ranks_of(_call(mine).among)
         others = {other: self._answers[other] for other in asked if other in self._answers}
         # Ranks of other pipelines are compared among themselves, too: nobody else asks them.
         first = {theirs["pipeline"]: theirs for theirs in reversed(others.values())}
         impossible = [
             other for other, theirs in others.items()
-            if differ(mine, theirs, other in board.mates) or differ(first[theirs["pipeline"]], theirs, True)
+            if differ(mine, theirs, next(among for among in Among if other in board.ranks_of(among)))
+            or differ(first[theirs["pipeline"]], theirs, Among.PIPELINE)
         ]  # fmt: skip
         gone = [other for other in sorted(self._watch.endings.left) if other in asked and other not in others]
         here = [f"rank {rank} has waited {waited:.0f} s in {mine['words']}"]
@@ -137,11 +136,9 @@ class Inquiries:
 
 def _call(report: dict[str, Any]) -> CallRecord:
     """The call that a rank is in, or was in last."""
-    return CallRecord(*report["calls"][-1]) if report["calls"] else CallRecord("", -1, -1)
+    return CallRecord(*report["calls"][-1]) if report["calls"] else CallRecord("", [-1 for _ in Among])
 
 
 def _is_same(one: CallRecord, other: CallRecord) -> bool:
-    """Whether two ranks are in one call: of all pipelines, or of the one that both are in."""
-    if one.world_number is None:
-        return (one.name, one.number) == (other.name, other.number)
-    return (one.name, one.world_number) == (other.name, other.world_number)
+    """Whether two ranks, which both take part in the calls of `one.among`, are in one call."""
+    return (one.name, one.among, one.numbers[one.among]) == (other.name, other.among, other.numbers[other.among])

@@ -1,7 +1,8 @@
 """Which call of this library a rank is in, for its watcher to read and for the other ranks to be told.
 
-Ranks make the same calls in the same order: those of one pipeline all of them, the pipelines among themselves those
-that concern the whole world. So a call that differs at one place of two such lists can never end.
+Ranks make the same calls in the same order: those of one pipeline all of them, the pipelines that take the same batch
+those that concern it, all pipelines those that concern the whole world. So a call that differs at one place of two such
+lists can never end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -33,12 +35,26 @@ TRANSPARENT_PACKAGES = (
 )
 
 
+class Among(IntEnum):
+    """Whose ranks make a call together: this pipeline's, those of the pipelines that take the same batch (as they share
+    its sequences), or all pipelines'."""
+
+    PIPELINE = 0
+    BATCH = 1
+    ALL = 2
+
+
 class CallRecord(NamedTuple):
-    """A call of the library, with its number among all of the run and among those of the whole world."""
+    """A call of the library. `numbers`: its number among the calls that the ranks of a pipeline make alike, then among
+    those of a batch, then among those of the world, as far as it is one of these."""
 
     name: str
-    number: int
-    world_number: int | None
+    numbers: Sequence[int]
+
+    @property
+    def among(self) -> Among:
+        """Whose ranks make it together."""
+        return Among(len(self.numbers) - 1)
 
 
 class Progress(Protocol):
@@ -56,30 +72,27 @@ class Position:
 
     def __init__(self) -> None:
         self._calls: deque[CallRecord] = deque(maxlen=CALLS_KEPT)
-        self._num_calls = 0
-        self._num_world_calls = 0
+        # Of those of this pipeline, of its batch, and of the world, as in `CallRecord.numbers`.
+        self._num_calls = [0 for _ in Among]
         self._detail: Progress | None = None
         self._inside = False
         # Which part of the call is being done, where that says more than the call's name.
         self._doing = ""
         self._thread = threading.get_ident()
 
-    def enter(self, name: str, *, world: bool, detail: Progress | None = None) -> None:
-        """A call begins in which other ranks must take part: those of all pipelines (`world`), or only of this one."""
+    def enter(self, name: str, *, among: Among, detail: Progress | None = None) -> None:
+        """A call begins in which the ranks of `among` must take part."""
         # At once, as the watcher may read at any moment.
-        self._calls.append(CallRecord(name, self._num_calls, self._num_world_calls if world else None))
-        self._num_calls += 1
-        self._num_world_calls += world
+        self._calls.append(CallRecord(name, self._num_calls[: among + 1]))
+        self._num_calls = [number + (kind <= among) for kind, number in enumerate(self._num_calls)]
         self._detail, self._inside, self._doing = detail, True, ""
         self._thread = threading.get_ident()
 
     def retract(self) -> None:
         """The call that was entered last did not begin: not all ranks made it."""
         if self._calls:
-            call = self._calls.pop()
-            self._num_calls = call.number
-            if call.world_number is not None:
-                self._num_world_calls = call.world_number
+            numbers = self._calls.pop().numbers
+            self._num_calls[: len(numbers)] = numbers
 
     def follow(self) -> None:
         """From here on this thread is the one that does the call."""
@@ -90,12 +103,12 @@ class Position:
         self._inside, self._detail = False, None
 
     @contextlib.contextmanager
-    def call(self, name: str, *, world: bool, detail: Progress | None = None) -> Iterator[None]:
+    def call(self, name: str, *, among: Among, detail: Progress | None = None) -> Iterator[None]:
         """Around a whole call. One made inside another counts as a part of that one."""
         if self._inside:
             yield
             return
-        self.enter(name, world=world, detail=detail)
+        self.enter(name, among=among, detail=detail)
         try:
             yield
         finally:
@@ -121,7 +134,7 @@ class Position:
     def mark(self) -> tuple[int, bool, int]:
         """A value that changes when the main thread makes progress."""
         detail = self._detail
-        return self._num_calls, self._inside, detail.progress if detail is not None else 0
+        return self._num_calls[Among.PIPELINE], self._inside, detail.progress if detail is not None else 0
 
     def waits(self) -> bool:
         """Whether the main thread is in a wait for another rank at this moment."""
@@ -152,16 +165,14 @@ class Position:
         return ""
 
 
-def differ(one: dict[str, Any], other: dict[str, Any], same_pipeline: bool) -> bool:
-    """Whether two ranks made different calls at one place, of those that both remember. Ranks of one pipeline must make
-    all calls alike, others those of the whole world only."""
-    ours, theirs = _numbered(one, same_pipeline), _numbered(other, same_pipeline)
+def differ(one: dict[str, Any], other: dict[str, Any], among: Among) -> bool:
+    """Whether two ranks made different calls at one place, of those that both remember. `among`: the least that both
+    are in; they must make its calls alike, and those of more ranks."""
+    ours, theirs = _numbered(one, among), _numbered(other, among)
     return any(ours[number] != theirs[number] for number in ours.keys() & theirs.keys())
 
 
-def _numbered(report: dict[str, Any], same_pipeline: bool) -> dict[int, str]:
+def _numbered(report: dict[str, Any], among: Among) -> dict[int, str]:
     """The names of the calls that are to be compared, by number. They have been through JSON."""
     calls = [CallRecord(*call) for call in report["calls"]]
-    if same_pipeline:
-        return {call.number: call.name for call in calls}
-    return {call.world_number: call.name for call in calls if call.world_number is not None}
+    return {call.numbers[among]: call.name for call in calls if call.among >= among}
