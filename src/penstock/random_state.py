@@ -87,7 +87,7 @@ def seeded(*entropy: int) -> Iterator[None]:
 
 
 def seed_as_new(replica: int) -> None:
-    """Seed Python's, numpy's and torch's generators for a new pipeline, by its place and by torch's present numbers."""
+    """Seed Python's, numpy's and torch's generators for a new replica, by its number and by torch's present numbers."""
     seed = mixed(int(torch.randint(1 << 62, ())), key_of("a new pipeline", replica))
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # which is all that it takes

@@ -427,7 +427,7 @@ def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_fe
             meeting.put(f"member/{member}", MemberRecord(member, str(member), 0, "", "host", "elsewhere", 1).to_json())
             meeting.put(f"report/0/{member}", MemberReport(member, 3).to_json() if member else "")
         del meeting.values["report/0/0"], meeting.values["report/0/1"]
-        membership: Any = SimpleNamespace(id=1, meeting=meeting, pulse=Pulse(meeting), hang=60.0)
+        membership: Any = SimpleNamespace(id=1, meeting=meeting, pulse=Pulse(meeting), hang_timeout=60.0)
 
         def decide(meeting: Any = meeting, members: Any = members) -> None:
             time.sleep(0.1)
@@ -453,9 +453,9 @@ def test_who_was_silent_in_one_generation_and_lives_is_no_suspect_in_the_next(tm
     try:
         for generation in range(2):
             failed.clear()
-            membership.watch(generation, (0, 1), lambda why, members: failed.set(), patience=60.0)
+            membership.watch(generation, (0, 1), lambda why, members: failed.set(), hang_timeout=60.0)
             assert membership.silent == set()
-            membership.watch(generation, (0, 1), lambda why, members: failed.set(), patience=0.1)
+            membership.watch(generation, (0, 1), lambda why, members: failed.set(), hang_timeout=0.1)
             assert failed.wait(60)
             assert membership.silent == {1}
             membership.unwatch()

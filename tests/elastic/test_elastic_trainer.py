@@ -113,7 +113,7 @@ def test_what_is_done_again_for_others_leaves_nothing_behind(tmp_path: Path) -> 
         trainer.model.eval()
         return len(trainer.state.log_history)
 
-    assert trainer.pipelines.surviving(evaluate) == 1
+    assert trainer.pipelines.repeated_after_loss(evaluate) == 1
     assert trainer.state.log_history == [{"eval_loss": 1.0}] and patience.early_stopping_patience_counter == 1
     assert trainer.control.should_save and not trainer.model.training
 

@@ -124,7 +124,7 @@ def changes(world: World, number: int) -> Iterator[World]:
                 if move is Move.ENTER:
                     yield world.with_member(number, entered(member, view))
                     return
-                if move is Move.END:
+                if move is Move.LEFT_OUT:
                     yield world.with_member(number, member._replace(phase="ended"))
                     return
                 if move is Move.DECIDE:

@@ -416,6 +416,10 @@ def refusals(folder: Path) -> list[str]:
     models[0].hf_quantizer.quantization_config.quant_method = "awq"
     models[2].model.embed_tokens = Embedding4bit(97, 64)
     models[3].model.layers[1].mlp.up_proj.weight.requires_grad = True
+    # A known method that has packed no layer.
+    plain, quantizer = load("llama", folder, None, adapters=False), models[3].hf_quantizer
+    plain.hf_quantizer = quantizer
+    models.append(plain)
     said = []
     for number, model in enumerate(models):
         with pytest.raises(NotImplementedError) as caught:
@@ -439,6 +443,7 @@ def test_what_is_not_known_is_refused_by_name(pool: Pool) -> None:
         "tensor_parallel_size cannot shard the packed weights",
         "model.embed_tokens, a Embedding4bit, has packed weights, but is no linear layer",
         "model.layers.1.mlp.up_proj has packed weights that require gradients",
+        "is quantised by quanto, but none of its layers has packed weights of a kind that is known here",
     ]
     for said in pool.run(2, refusals, base("llama")):
         assert all(part in text for part, text in zip(expected, said, strict=True)), said

@@ -278,7 +278,7 @@ def load_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> 
             world_comm=checkpoint_ranks(pipeline),
             variant=TRAINING_VARIANT,
         )
-    pipeline.step_number = state.step  # all that files have which were saved before 0.4
+    pipeline.step_number = state.step  # files saved before 0.4 have only this
     restore_progress(pipeline, state)
     if (scale := loss_scale_of(optimizer)) is not None and "loss_scale" in state.extra:
         restore_object(scale, state.extra["loss_scale"], f"the loss scale in {folder}")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.checkpoint.manifest import SEPARATOR, Manifest
-from penstock.checkpoint.reader import Resharding, saved_sharding
+from penstock.checkpoint.reader import Resharding, sharding_in_manifest
 from penstock.checkpoint.tensors import first_of_tied, tied_groups
 from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch
 from penstock.modeling.instrumentation import known_of
@@ -196,7 +196,9 @@ def reshardings_of(
         if name not in parameters or not keeps(parameters[name]):
             continue
         whole = whole_shape(model, name, parameters[name])
-        sharding = Resharding(saved_sharding(manifest, name, whole, manifest.tensor_parallel_size), held.get(name))
+        sharding = Resharding(
+            sharding_in_manifest(manifest, name, whole, manifest.tensor_parallel_size), held.get(name)
+        )
         part = whole if sharding.saved is None else tuple(sharding.saved.shape(whole, manifest.tensor_parallel_size))
         if tuple(shape) == part:
             reshardings[key] = sharding

@@ -28,7 +28,7 @@ class SavingRank:
 
     @property
     def replica(self) -> int:
-        """Which batch its pipeline takes: those that share their sequences take one."""
+        """The replica that it is in; see `Layout.num_replicas`."""
         return self.pipeline // self.context_parallel_size
 
     @property

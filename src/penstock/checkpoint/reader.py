@@ -33,7 +33,7 @@ class Resharding:
     wanted: Sharding | None = None
 
 
-def saved_sharding(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
+def sharding_in_manifest(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
     """How the saving run had sharded a parameter, of this shape over `count` ranks; None if it was whole. Raises
     CheckpointError if it cannot have been sharded like that."""
     if name not in manifest.shards:
@@ -62,8 +62,8 @@ class CheckpointReader:
         self.locations = self._shards[0]
 
     def saved_sharding(self, name: str) -> Sharding | None:
-        """How the saving run had sharded a tensor; see the function of this name."""
-        return saved_sharding(self._manifest, name, self.locations[name].info.shape)
+        """How the saving run had sharded a tensor; see `sharding_in_manifest`."""
+        return sharding_in_manifest(self._manifest, name, self.locations[name].info.shape)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor before it was sharded."""

@@ -192,7 +192,7 @@ class _Loading:
         self._variant, self._manifest = variant, manifest
 
     def check(self) -> tuple[int, list[str]]:
-        """Check what this rank needs. Returns which batch its pipeline takes, and the names of the parameters in its
+        """Check what this rank needs. Returns the replica that this rank is in, and the names of the parameters in its
         optimizer. Raises as `checked_training_state`."""
         model, directory, optimizer = self._model, self._directory, self._state.optimizer
         manifest = self._manifest or whole_manifest(directory, self._variant, type(model).__name__)
@@ -245,8 +245,8 @@ class _Loading:
 
 @contextlib.contextmanager
 def undone_if_it_fails(state: TrainingState) -> Iterator[None]:
-    """Around `apply`, here and elsewhere: the training state is put back as it was. Weights, which are copied last, are
-    not."""
+    """Around `apply` and what follows it: if an error is raised, the training state is put back as it was. Weights,
+    which are copied last, are not."""
     random_states, optimizers = capture_random_state(), [] if state.optimizer is None else [state.optimizer]
     # `load_state_dict` gives an optimizer new tensors, so the old ones need no copies.
     before: list[tuple[Any, Any]] = [(optimizer, optimizer.state_dict()) for optimizer in optimizers]

@@ -28,7 +28,8 @@ class Elastic:
             few devices for that, each part gets as many copies as possible.
         start: how many processes begin the run; None: as many as come until none has come for `gather` seconds.
         gather: see `start`.
-        hang_timeout: seconds of silence after which a process counts as lost although its connections are open.
+        hang_timeout: seconds of silence after which a process counts as lost although its connections are open; after
+            10 s while a new generation forms.
         templates: the pipelines to choose from; none: the planner makes them.
         memory: bytes of each device that the run may use; None: what a GPU has, no limit on a CPU.
         bandwidth: bytes per second of a link; with `horizon` it decides how much may move for a faster layout.

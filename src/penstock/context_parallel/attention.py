@@ -29,7 +29,7 @@ from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
 from transformers.modeling_utils import AttentionInterface
 
-from penstock.context_parallel.positions import make_of_whole
+from penstock.context_parallel.positions import hook_position_tables
 from penstock.context_parallel.sequence import AttentionWay, Cut, SequencePart
 from penstock.runtime.comm.gloo import wait_for_all, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
@@ -111,7 +111,7 @@ _under_way: list[SequencePart] = []
 def connect(model: nn.Module, exchange: Exchange) -> None:
     """From here on the attention of this model's modules, given a part, exchanges through this."""
     _install()
-    make_of_whole(model, lambda: _under_way[-1] if _under_way else None)
+    hook_position_tables(model, lambda: _under_way[-1] if _under_way else None)
     _exchanges.update(dict.fromkeys(model.modules(), weakref.ref(exchange)))
 
 

@@ -15,31 +15,38 @@ from torch.utils import _pytree as pytree
 
 from penstock.context_parallel.sequence import SequencePart
 
+# How many positions a table is tried with.
 FEW = 8
 
 
-def make_of_whole(model: nn.Module, under_way: Callable[[], SequencePart | None]) -> None:
-    """From here on such modules of `model` are given the positions of whole sequences while a part is under way."""
+def hook_position_tables(model: nn.Module, under_way: Callable[[], SequencePart | None]) -> None:
+    """Have the modules of `model` whose tables depend on the largest position make them of whole sequences, and give
+    the part that is under way. These are modules without parameters that take `position_ids`; each is tried."""
     config = getattr(model, "config", None)
     farthest = 4 * int(getattr(config, "max_position_embeddings", 0) or FEW)
     kinds = [None, *sorted(set(getattr(config, "layer_types", None) or ()))]
     for module in model.modules():
         takes_positions = "position_ids" in inspect.signature(module.forward).parameters
-        if takes_positions and next(module.parameters(), None) is None and _looks_far(module, farthest, kinds):
+        if (
+            takes_positions
+            and next(module.parameters(), None) is None
+            and _depends_on_largest_position(module, farthest, kinds)
+        ):
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: _whole(under_way(), args, kwargs), with_kwargs=True
             )
             module.register_forward_hook(lambda _, __, output: _part(under_way(), output))
 
 
-def _looks_far(module: nn.Module, farthest: int, kinds: list[str | None]) -> bool:
-    """Whether what a module makes of some positions depends on others."""
+def _depends_on_largest_position(module: nn.Module, farthest: int, kinds: list[str | None]) -> bool:
+    """Whether what a module makes of the first positions changes when the position `farthest` is added."""
     device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
     near = torch.arange(FEW, device=device)[None]
     far = torch.cat([near, near[:, :1] + farthest], 1)
     for kind in kinds:
         more = {} if kind is None else {"layer_type": kind}
-        with suppress(Exception), torch.no_grad():  # whatever other arguments it needs
+        # A module that cannot be called like this, as it needs other arguments, is taken to be independent.
+        with suppress(Exception), torch.no_grad():
             made = [
                 pytree.tree_leaves(copy.deepcopy(module)(torch.zeros(1, 1, 1, device=device), position_ids=ids, **more))
                 for ids in (near, far)

@@ -34,9 +34,10 @@ from penstock.runtime.failures.ring import machine
 logger = logging.getLogger("penstock")
 
 PAUSE = 0.02
-# How long the members of a new generation may take to meet, and a silent one is waited for meanwhile.
+# How long the members of a new generation may take to meet.
 FORMING = datetime.timedelta(seconds=20)
-FORMING_PATIENCE = 10.0
+# Seconds of silence after which a member counts as lost while a generation forms, in place of `Elastic.hang_timeout`.
+FORMING_HANG_TIMEOUT = 10.0
 # How long a failure's details are waited for.
 DETAILS = 0.1
 # How long others that begin a run are waited for without a word.
@@ -96,13 +97,13 @@ class Generations:
         if self.member not in self.now.members:
             self.now = self._join(self.now)
         while True:
-            if self.now.end:
-                raise RunEnded(f"the run cannot begin: {self.now.end}")
+            if self.now.reason_to_stop:
+                raise RunEnded(f"the run cannot begin: {self.now.reason_to_stop}")
             try:
                 self.meet()
             except PipelineFailure as error:
                 self.refuse_without_progress(error)
-                self.end(MemberReport(self.member, self.now.step, suspects=self.suspects(), new=True))
+                self.finish_generation(MemberReport(self.member, self.now.step, suspects=self.suspects(), new=True))
             else:
                 break
         if self.settings.leave_on_sigterm:
@@ -120,10 +121,10 @@ class Generations:
         while (first := generation_of(meeting, 0)) is None:
             if pulse.has_news():
                 everyone = pulse.everyone()
-            if pulse.lowest([m for m in everyone if m < self.member], lost, (), FORMING_PATIENCE) is not None:
+            if pulse.lowest([m for m in everyone if m < self.member], lost, (), FORMING_HANG_TIMEOUT) is not None:
                 time.sleep(PAUSE)  # that one looks after all
                 continue
-            here = [m for m in everyone if m == self.member or not pulse.lost([m], (), FORMING_PATIENCE)]
+            here = [m for m in everyone if m == self.member or not pulse.lost([m], (), FORMING_HANG_TIMEOUT)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
@@ -146,10 +147,10 @@ class Generations:
         membership.ask_to_join()
         pulse.forget()
         lost: set[int] = set()
-        while self.member not in now.members or now.end:
-            if now.end:
+        while self.member not in now.members or now.reason_to_stop:
+            if now.reason_to_stop:
                 raise RunEnded(
-                    f"the run that this process was to join has ended at step {now.step}: {now.end}; "
+                    f"the run that this process was to join has ended at step {now.step}: {now.reason_to_stop}; "
                     "to begin a new one, start all processes again"
                 )
             if (reason := membership.refusal(self.member)) is not None:
@@ -186,20 +187,20 @@ class Generations:
         """Failures that this member's heartbeat thread hears of go to `board` from here on."""
         board.detail_wait = DETAILS
         self._board = board
-        self._watch(board, FORMING_PATIENCE)
+        self._watch(board, FORMING_HANG_TIMEOUT)
 
     def formed(self) -> None:
         """The engine of this generation is formed: from here on a member may be silent for as long as a step takes."""
         assert self._board is not None
         self._watch(self._board, self.settings.hang_timeout)
 
-    def _watch(self, board: FailureBoard, patience: float) -> None:
+    def _watch(self, board: FailureBoard, hang_timeout: float) -> None:
         now = self.now
 
         def fail(why: str, members: Sequence[int]) -> None:
             board.fail(why, suspects=[now.members.index(member) for member in members])
 
-        self.membership.watch(now.number, now.members, fail, patience)
+        self.membership.watch(now.number, now.members, fail, hang_timeout)
 
     def suspects(self) -> tuple[int, ...]:
         """The members whose loss is on the board, or that were silent for too long."""
@@ -208,8 +209,8 @@ class Generations:
         gone = {members[rank] for rank in lost if rank < len(members)}
         return tuple(sorted(gone | self.membership.silent & set(members)))
 
-    def end(self, report: MemberReport, announce: bool = True) -> Generation:
-        """End the present generation with this member's last word in it; see `agree`."""
+    def finish_generation(self, report: MemberReport, announce: bool = True) -> Generation:
+        """End the present generation with this member's report, and take up the one that follows; see `agree`."""
         self.membership.unwatch()
         before = self.now
 
@@ -308,7 +309,7 @@ def agree(
     reports: dict[int, MemberReport] = {}
     lost: set[int] = set()
     others = [member for member in now.members if member != me]
-    deadline = time.monotonic() + REPORT_PATIENCE * membership.hang
+    deadline = time.monotonic() + REPORT_PATIENCE * membership.hang_timeout
     while True:
         if pulse.has_news():
             decided = generation_of(meeting, now.number + 1)
@@ -320,15 +321,17 @@ def agree(
         if decided is None:
             suspects = {suspect for report in reports.values() for suspect in report.suspects} - {me}
             lost |= {member for member in others if pulse.process_has_ended(member)}
-            lost |= pulse.lost(suspects - lost, suspects, membership.hang)
+            lost |= pulse.lost(suspects - lost, suspects, membership.hang_timeout)
             # The one that will decide looks whether those live whose reports it waits for, the others whether it does.
-            if pulse.lowest([m for m in sorted(others) if m < me], lost, suspects, membership.hang) is None:
-                lost |= pulse.lost([m for m in others if m not in reports and m not in lost], (), membership.hang)
+            if pulse.lowest([m for m in sorted(others) if m < me], lost, suspects, membership.hang_timeout) is None:
+                lost |= pulse.lost(
+                    [m for m in others if m not in reports and m not in lost], (), membership.hang_timeout
+                )
             if time.monotonic() > deadline:
                 lost |= {member for member in now.members if member not in reports}
         view = View(me, now.members, reports, lost, decided)
         move = next_move(view)
-        if move is Move.END and not report.leaving:
+        if move is Move.LEFT_OUT and not report.leaving:
             raise LeftOut(
                 f"member {me} was taken for lost, and the others went on without it (generation "
                 f"{now.number + 1}): it ends. Start it again to join them"

@@ -116,8 +116,8 @@ class LayoutPlanner:
             checkpoint=checkpoint, makes_weights=makes_weights,
         )  # fmt: skip
         found = decide(going_on, joining)
-        while found.end and joining:
-            membership.refuse(joining.pop(), found.end)  # the members go on without the last who came
+        while found.reason_to_stop and joining:
+            membership.refuse(joining.pop(), found.reason_to_stop)  # the members go on without the last who came
             found = decide(going_on, joining)
         if handing_over and not found.joining:
             handing_over, found = False, decide((), ())
@@ -127,7 +127,7 @@ class LayoutPlanner:
         lost = tuple(member for member in found.lost if member not in left)
         if left and not lost and not found.members:
             last = max(report.committed for report in view.reports.values())
-            found = replace(found, step=last, end="all its members were told to leave it")
+            found = replace(found, step=last, reason_to_stop="all its members were told to leave it")
         if not fresh and not found.restore:
             found = replace(found, calls=calls, dropped=dropped)
         requests = requests if fresh else 0
@@ -174,7 +174,7 @@ class LayoutPlanner:
             )
         except (Infeasible, ValueError) as error:
             # Those who came new go on waiting, and all others are told.
-            return Generation(number, tuple(sorted(held)), step=step, end=str(error), lost=lost)
+            return Generation(number, tuple(sorted(held)), step=step, reason_to_stop=str(error), lost=lost)
         ranks = tuple(member for index in chosen.devices for member in devices[index])
         pipelines = tuple(
             (shape.stages, count) for shape, count in zip(chosen.shapes, chosen.microbatches, strict=True)

@@ -103,11 +103,13 @@ class Pulse:
             number += 1
         return [number for number in range(end) if number in self._records]
 
-    def lowest(self, members: Sequence[int], lost: set[int], suspects: Collection[int], patience: float) -> int | None:
+    def lowest(
+        self, members: Sequence[int], lost: set[int], suspects: Collection[int], hang_timeout: float
+    ) -> int | None:
         """The first of `members` that is not lost, None if all are. Those found lost are added to `lost`."""
         for member in members:
             if member not in lost:
-                lost |= self.lost([member], suspects, patience)
+                lost |= self.lost([member], suspects, hang_timeout)
             if member not in lost:
                 return member
         return None
@@ -125,12 +127,12 @@ class Pulse:
         """Whether a member said goodbye."""
         return self.meeting.get(f"gone/{member}") is not None
 
-    def lost(self, members: Collection[int], suspects: Collection[int], patience: float) -> set[int]:
+    def lost(self, members: Collection[int], suspects: Collection[int], hang_timeout: float) -> set[int]:
         """Those of `members` that are lost; see the top of this file."""
         found = set()
         for member in members:
             still = self.still(member)
-            if still > patience or (member in suspects and still > STILL_SECONDS) or self.has_ended(member):
+            if still > hang_timeout or (member in suspects and still > STILL_SECONDS) or self.has_ended(member):
                 found.add(member)
         return found
 
@@ -139,9 +141,9 @@ class Membership:
     """This process's membership in the run. `asked`: how many requests to change the members are known here. `silent`:
     the members that were silent for too long in the generation that is watched, or was last."""
 
-    def __init__(self, meeting: Meeting, hang: float, group: str, shard: int, facts: str) -> None:
+    def __init__(self, meeting: Meeting, hang_timeout: float, group: str, shard: int, facts: str) -> None:
         self.meeting = meeting
-        self.hang = hang
+        self.hang_timeout = hang_timeout
         self.id = meeting.next_number("members")
         self.record = MemberRecord(self.id, group, shard, facts, socket.gethostname(), machine(), os.getpid())
         self.pulse = Pulse(meeting)
@@ -151,7 +153,8 @@ class Membership:
         self._generation = -1
         self._watched = self.id
         self._fail: Callable[[str, Sequence[int]], None] | None = None
-        self._patience = hang
+        # That of the generation that is watched: while it forms it is shorter.
+        self._hang_timeout = hang_timeout
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._warned = False
@@ -161,14 +164,14 @@ class Membership:
         self._thread = start_thread(self._live, name="penstock-member")
 
     def watch(
-        self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], patience: float
+        self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], hang_timeout: float
     ) -> None:
         """From here on this member is part of a generation: `fail(why, members)` is called, in another thread, when it
-        ends, or a member is lost or silent for `patience` seconds."""
+        ends, or a member is lost or silent for `hang_timeout` seconds."""
         with self._lock:
             if generation != self._generation:  # whoever is in the next one is alive
                 self.silent.clear()
-            self._generation, self._fail, self._patience = generation, fail, patience
+            self._generation, self._fail, self._hang_timeout = generation, fail, hang_timeout
             self._watched = members[(members.index(self.id) + 1) % len(members)]
 
     def unwatch(self) -> None:
@@ -251,7 +254,7 @@ class Membership:
         meeting = pulse.meeting
         with self._lock:
             generation, member = self._generation, self._watched
-            fail, patience = self._fail, self._patience
+            fail, hang_timeout = self._fail, self._hang_timeout
         if fail is None:
             pulse.forget()
             return
@@ -263,11 +266,11 @@ class Membership:
             return
         if pulse.process_has_ended(member):
             self._tell(generation, f"the process of member {member} has ended", (member,))
-        elif pulse.still(member) > patience:
+        elif pulse.still(member) > hang_timeout:
             with self._lock:
                 if generation == self._generation:
                     self.silent.add(member)
-            self._tell(generation, f"member {member} has been silent for {patience:g} s", (member,))
+            self._tell(generation, f"member {member} has been silent for {hang_timeout:g} s", (member,))
 
     def _tell(self, generation: int, why: str, members: Sequence[int]) -> None:
         with self._lock:

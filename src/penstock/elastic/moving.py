@@ -59,8 +59,8 @@ def from_elsewhere(optimizer: Optimizer) -> FillValues:
 
 
 def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Migration) -> None:
-    """Give the values that only ranks which leave have to ranks that stay. All ranks of the engine call this, each with
-    its `migration`, which they are added to."""
+    """Give the values that only ranks which leave have to ranks that stay, which add them to their `migration`. All
+    ranks of the engine call this."""
     context, group = engine.context, engine.context.groups.world_control
     own, index = engine.values_here(), context.place.tensor_parallel_rank
     state: Any = optimizer.state

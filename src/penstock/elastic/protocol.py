@@ -78,7 +78,7 @@ class Generation(MemberMessage):
         calls: of the calls since then, how many all of them have completed.
         dropped: of how many of these all of them have dropped the gradients.
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
-        end: why the run cannot go on; empty if it can.
+        reason_to_stop: why the run cannot go on; empty if it can.
         lost, left: the members of the generation before that are not in this one.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
@@ -94,7 +94,7 @@ class Generation(MemberMessage):
     calls: int = 0
     dropped: int = 0
     pipelines: tuple[tuple[tuple[tuple[str, ...], ...], int], ...] = ()
-    end: str = ""
+    reason_to_stop: str = ""
     lost: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -116,7 +116,7 @@ class Move(Enum):
     WAIT = "wait"
     DECIDE = "decide"
     ENTER = "enter"
-    END = "end"  # left out
+    LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class View:
 def next_move(view: View) -> Move:
     """What the member does. It decides on `successor(view)`."""
     if view.decided is not None:
-        return Move.ENTER if view.me in view.decided.members else Move.END
+        return Move.ENTER if view.me in view.decided.members else Move.LEFT_OUT
     if view.me not in view.reports:
         return Move.REPORT
     alive = [member for member in view.members if member == view.me or member not in view.lost]

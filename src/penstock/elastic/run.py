@@ -75,16 +75,24 @@ class ElasticRun:
         self.num_steps: int | None = None
         self._saved: tuple[int, str] | None = None  # step and path of the newest checkpoint written here
         self.num_restored = 0
-        self._restoring = self._going_back = False
+        # Whether a checkpoint is being loaded, so that the values here may be half loaded.
+        self._restoring = False
+        # Whether the members have decided to go back to a checkpoint, and this one has not loaded it yet.
+        self._going_back = False
         self._num_updates = 0
+        # The calls since the last update.
         self._log = Log()
+        # Those of them that are to be repeated before the next call.
         self._todo: list[LoggedCall] = []
+        # Makes the update that is being voted on; it needs no other rank.
         self._update: Callable[[], Any] | None = None
-        # Sends the new weights of a sharded optimizer.
+        # What `complete_update` was given: sends the new weights of a sharded optimizer.
         self._after_update: Callable[[], object] | None = None
+        # The calls that made the last update's gradients, and what the update returned.
         self._updated_from: list[LoggedCall] = []
         self._updated: Any = None
         self._change_due = generations.now.handing_over
+        # How many requests to change the members this generation, or an earlier one, has looked at.
         self._handled = generations.now.requests
         self._change: Change | None = None  # under way, until what was lost is done again
         self._has_formed = True  # whether the generation that it led to came about
@@ -308,9 +316,9 @@ class ElasticRun:
         following = self._agree(self._make_report(suspects, planned, leaving, self._migration), cause)
         self._change, self._has_formed = self._record_of_change(following, cause, started, failed_at), False
         if leaving and self.generations.member not in following.members:
-            self._leave(following.end)
-        if following.end:
-            raise RunEnded(f"the run cannot go on: {following.end}. {self.engine.board.advice()}")
+            self._leave(following.reason_to_stop)
+        if following.reason_to_stop:
+            raise RunEnded(f"the run cannot go on: {following.reason_to_stop}. {self.engine.board.advice()}")
         self._catch_up(following)
         self._form(following, self._change)
 
@@ -334,7 +342,7 @@ class ElasticRun:
     def _agree(self, report: MemberReport, cause: str) -> Generation:
         """What the members that are left have decided on."""
         try:
-            return self.generations.end(report, announce=not report.ready)
+            return self.generations.finish_generation(report, announce=not report.ready)
         except (LeftOut, PipelineFailure):
             raise
         except STORE_ERRORS as error:
@@ -450,19 +458,19 @@ class ElasticRun:
         for change in finished if dist.get_rank() == 0 else ():
             logger.warning("%s", change)
 
-    def _leave(self, end: str) -> None:
-        """Leave as requested: the others have what they need, unless the run's `end` is that nobody goes on."""
-        if not end:
+    def _leave(self, reason_to_stop: str) -> None:
+        """Leave as requested: the others have what they need, unless nobody goes on (`Generation.reason_to_stop`)."""
+        if not reason_to_stop:
             logger.warning("member %d has left the run after step %d", self.generations.member, self.step)
         else:
             total = "" if self.num_steps is None else f" of {self.num_steps}"
             saved = "this step is not saved"
             if self._saved is not None and self._saved[0] == self.step:
                 saved = f"saved in {self._saved[1]}"
-            logger.warning("the run ends unfinished at step %d%s: %s; %s", self.step, total, end, saved)
+            logger.warning("the run ends unfinished at step %d%s: %s; %s", self.step, total, reason_to_stop, saved)
         self.close()
         leave_world()
-        raise SystemExit(EXIT_CODE if end else 0)
+        raise SystemExit(EXIT_CODE if reason_to_stop else 0)
 
     def _owned_parameters(self, migration: Migration) -> tuple[str, ...]:
         """With a sharded optimizer, the parameters whose newest weights and states are here."""

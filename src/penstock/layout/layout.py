@@ -102,11 +102,12 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """How many batches the pipelines take: those that share their sequences take one."""
+        """How many replicas there are. A replica takes a batch of its own: it is one pipeline, or the pipelines that
+        share their sequences (`context_parallel_size`)."""
         return len(self.pipelines) // self.context_parallel_size
 
     def replica_of(self, pipeline: int) -> int:
-        """Which of these batches the pipeline of this index takes."""
+        """The replica that the pipeline of this index is in."""
         return pipeline // self.context_parallel_size
 
     def part_of(self, pipeline: int) -> int:
@@ -114,7 +115,7 @@ class Layout:
         return pipeline % self.context_parallel_size
 
     def of_replica(self, replica: int) -> tuple[PipelineLayout, ...]:
-        """The pipelines that take the batch number `replica`, in the order of their parts of a sequence."""
+        """The pipelines of a replica, in the order of their parts of a sequence."""
         first = replica * self.context_parallel_size
         return self.pipelines[first : first + self.context_parallel_size]
 

@@ -7,7 +7,7 @@ core imports nothing of a library, and looks at `Record.packed` instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from penstock.modeling.instrumentation import absent_of, record_of
+from penstock.modeling.instrumentation import absent_of, known_of, record_of
 
 Model = TypeVar("Model")
 
-# Packages whose layers are known, and what transformers calls their methods.
+# Packages of the classes of packed parameters that are known, and what transformers calls the methods that make them. A
+# method that keeps packed numbers in plain buffers needs another way to find its layers.
 LIBRARIES = frozenset({"bitsandbytes", "optimum", "torchao"})
 METHODS = frozenset({"bitsandbytes", "bitsandbytes_experts", "quanto", "torchao"})
 
@@ -32,7 +33,8 @@ def mark_packed(model: Model) -> Model:
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
             f"{', '.join(sorted(METHODS))}, or load it unpacked where its library can (Mxfp4Config(dequantize=True))"
         )
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for name, module in modules.items():
         if isinstance(module, ParametrizationList) and any(_library_of(child) in LIBRARIES for child in module):
             record_of(module).packed = PackedStack.of(module)
             continue
@@ -52,7 +54,25 @@ def mark_packed(model: Model) -> Model:
                 "(model.requires_grad_(False)) and add adapters"
             )
         record_of(module).packed = PackedLayer(inside, outside)
+    if method is not None and _are_loaded(modules.values()) and not any(map(_is_marked, modules.values())):
+        raise NotImplementedError(
+            f"this {type(model).__name__} is quantised by {method}, but none of its layers has packed weights of a "
+            f"kind that is known here ({', '.join(sorted(LIBRARIES))}): load it unpacked, or with another configuration"
+        )
     return model
+
+
+def _is_marked(module: nn.Module) -> bool:
+    return known_of(module).packed is not None
+
+
+def _are_loaded(modules: Iterable[nn.Module]) -> bool:
+    """Whether all weights are here: layers may be packed as they are loaded, and other stages hold some."""
+    return not any(
+        absent_of(module)
+        or any(parameter is not None and parameter.is_meta for parameter in module._parameters.values())
+        for module in modules
+    )
 
 
 def stacks_of(module: nn.Module) -> list[str]:

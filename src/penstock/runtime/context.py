@@ -40,7 +40,7 @@ class RankContext:
 
     @property
     def replica(self) -> int:
-        """Which batch this rank's pipeline takes, of those that the pipelines take."""
+        """The replica that this rank is in; see `Layout.num_replicas`."""
         return self.layout.replica_of(self.place.pipeline)
 
     @property
@@ -55,7 +55,7 @@ class RankContext:
 
     @property
     def batch_ranks(self) -> tuple[int, ...]:
-        """The global ranks of the pipelines that take the same batch as this rank's, ascending."""
+        """The global ranks of this rank's replica, which take the same batch, ascending."""
         return tuple(rank for pipeline in self.layout.of_replica(self.replica) for rank in pipeline.ranks())
 
     @property

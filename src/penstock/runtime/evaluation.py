@@ -53,11 +53,11 @@ def evaluate(
 def evaluate_together(
     engine: Engine, inputs: Mapping[str, Any], criterion: Criterion | None = None, share_outputs: bool = False
 ) -> tuple[float, Any]:
-    """The loss of the global batch, of which each pipeline gives its own part, on every rank, and this pipeline's
-    output: with `share_outputs` on all its ranks, otherwise on the last stage; None where there is none, also on a
-    pipeline without any microbatch. All pipelines call this together."""
+    """The loss of the global batch, on every rank, and this pipeline's output. Each pipeline gives its own part of the
+    batch, and all of them call this together. With `share_outputs` all ranks of the pipeline have the
+    output, otherwise those of the last stage. It is None elsewhere, and on a pipeline without any microbatch."""
     with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joined=share_outputs) as (output, form):
-        # Of outputs that are joined each part has the whole loss.
+        # Where sequences are put together, each of their pipelines has the whole loss: only the first one gives it.
         counts = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
         own = output.loss.detach() if counts and output is not None else torch.zeros((), device=engine.device)
         engine.parts.totals.start(own.to(torch.float64))
@@ -80,7 +80,7 @@ def _evaluation(
     joined: bool = True,
 ) -> Iterator[tuple[Any, OutputForm | None]]:
     """Evaluate a batch; gives the output on the rank of the last stage, None elsewhere, and its form. `joined`: whether
-    it is that of whole sequences, where it is computed in parts; otherwise it has a part's share of the loss."""
+    sequences that are computed in parts are put together; otherwise the output has only the loss, a part's share."""
     everyone = call is Call.EVALUATE_TOGETHER
     microbatches, sizes = engine.microbatches(inputs, at_most=True)
     first = engine.context.replica * len(microbatches) if everyone else 0

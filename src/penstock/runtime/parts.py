@@ -175,19 +175,22 @@ class Parts:
     ) -> Settings:
         """What this rank tells the others at the start of a step (`training`) or an evaluation; `digest` is that of its
         batch."""
+        frozen, frozen_whole, trainable = self._frozen.numbers(
+            self.updates.changed() if self._has_owners else (),
+            self.copies.equality_term(training) + bool(self._strangers()),
+        )
         return Settings(
-            digest,
-            len(inputs.microbatches),
-            inputs.plans_checksum(),
-            self._checksum(len(inputs.microbatches)),
-            autocast_code(self.context.device),
-            modes_digest(self._modules),
-            bits_of(loss_scale),
-            int(reduces_gradients),
-            *self._frozen.numbers(
-                self.updates.changed() if self._has_owners else (),
-                self.copies.equality_term(training) + bool(self._strangers()),
-            ),
+            fingerprint=digest,
+            num_microbatches=len(inputs.microbatches),
+            plans=inputs.plans_checksum(),
+            schedule=self._checksum(len(inputs.microbatches)),
+            autocast=autocast_code(self.context.device),
+            modes=modes_digest(self._modules),
+            loss_scale=bits_of(loss_scale),
+            reduces_gradients=int(reduces_gradients),
+            frozen=frozen,
+            frozen_whole=frozen_whole,
+            trainable=trainable,
         )
 
     def _strangers(self) -> list[str]:

@@ -22,8 +22,8 @@ class OwnershipGroup(NamedTuple):
     """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
     Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
     `num_bytes`: what an owner keeps for it. What is not trained comes last. `preferred`: the places of the holders that
-    own it unless there are too few of them, so that a tied weight is updated as its first name says, as in the unsplit
-    model; if it is empty, no holder is preferred."""
+    own it unless there are too few of them, so that a tied weight is updated by the parameter group that lists its
+    first name, as in the unsplit model; if it is empty, no holder is preferred."""
 
     holders: tuple[tuple[int, ...], ...]
     num_bytes: float

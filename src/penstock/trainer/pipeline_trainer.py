@@ -74,10 +74,10 @@ def replaces_trainer_method(ours: Callable[..., Any]) -> Any:
 
     @functools.wraps(ours)
     def entered(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        trainers = getattr(Trainer, name)
+        original = getattr(Trainer, name)
 
         def instead(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            return (ours if trainer is self else trainers)(trainer, *args, **kwargs)
+            return (ours if trainer is self else original)(trainer, *args, **kwargs)
 
         with mock.patch.object(Trainer, name, instead):
             return getattr(super(PipelineTrainerMixin, self), name)(*args, **kwargs)
@@ -88,13 +88,13 @@ def replaces_trainer_method(ours: Callable[..., Any]) -> Any:
 def wraps_trainer_method(ours: Callable[..., Any]) -> Any:
     """As `replaces_trainer_method`, but `ours(self, own, *args)` runs around the Trainer's method: `own()` calls that
     with the same arguments."""
-    trainers = getattr(Trainer, ours.__name__)
+    original = getattr(Trainer, ours.__name__)
 
     @functools.wraps(ours)
-    def with_the_trainers(self: PipelineTrainerMixin, *args: Any) -> Any:
-        return ours(self, partial(trainers, self, *args), *args)
+    def around_original(self: PipelineTrainerMixin, *args: Any) -> Any:
+        return ours(self, partial(original, self, *args), *args)
 
-    return replaces_trainer_method(with_the_trainers)
+    return replaces_trainer_method(around_original)
 
 
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without types
@@ -210,14 +210,14 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         super()._run_epoch(**given)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pipelines.surviving(partial(super().evaluate, *args, **kwargs))
+        return self.pipelines.repeated_after_loss(partial(super().evaluate, *args, **kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.pipelines.surviving(partial(super().predict, *args, **kwargs))
+        return self.pipelines.repeated_after_loss(partial(super().predict, *args, **kwargs))
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's: an ordinary folder of the whole model."""
-        self.pipelines.surviving(partial(super().save_model, *args, **kwargs))
+        self.pipelines.repeated_after_loss(partial(super().save_model, *args, **kwargs))
 
     # -- decisions of callbacks ------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             with self.pipelines.engine.together(Call.DECIDE, mine) as facts_by_rank:
                 return facts_by_rank
 
-        exchanged: Mapping[int, Sequence[int]] = self.pipelines.surviving(exchange)
+        exchanged: Mapping[int, Sequence[int]] = self.pipelines.repeated_after_loss(exchange)
         return exchanged
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's, by all ranks; then tells the engine where a run goes on from."""
-        self.pipelines.surviving(partial(super()._save_checkpoint, *args, **kwargs))
+        self.pipelines.repeated_after_loss(partial(super()._save_checkpoint, *args, **kwargs))
         engine = self.pipelines.engine
         resume = engine.board.resume
         resume.clear()
@@ -347,7 +347,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     @replaces_trainer_method
     def _load_best_model(self) -> None:
-        self.pipelines.surviving(partial(self.load_weights, self.state.best_model_checkpoint))
+        self.pipelines.repeated_after_loss(partial(self.load_weights, self.state.best_model_checkpoint))
 
     @replaces_trainer_method
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -98,8 +98,8 @@ class Pipelines(ABC):
         """What is logged of a batch, as the Trainer has prepared it, besides the loss."""
 
     @abstractmethod
-    def surviving(self, work: Callable[[], T]) -> T:
-        """Do what all ranks do together outside of a step."""
+    def repeated_after_loss(self, work: Callable[[], T]) -> T:
+        """Do what all ranks do together outside of a step, again after one was lost meanwhile."""
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class EqualPipelines(Pipelines):
     def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         return self.adapter.metrics(inputs)
 
-    def surviving(self, work: Callable[[], T]) -> T:
+    def repeated_after_loss(self, work: Callable[[], T]) -> T:
         return work()
 
     def load_weights(self, folder: str) -> None:

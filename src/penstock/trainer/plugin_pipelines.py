@@ -300,7 +300,7 @@ class PluginPipelines(Pipelines):
         """None: a step or an evaluation may be made again."""
         return NoMetrics()
 
-    def surviving(self, work: Callable[[], T]) -> T:
+    def repeated_after_loss(self, work: Callable[[], T]) -> T:
         """With `elastic=` all ranks end it together, and do it again after one was lost meanwhile. Who had done it
         already does it again for the others' sake: logs, callbacks and decisions stay as they were."""
         run = self.plugin.run

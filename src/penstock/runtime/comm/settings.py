@@ -39,7 +39,7 @@ class SettingsMismatch(RuntimeError):
 
 
 class Settings(NamedTuple):
-    """One rank's facts. Filled by position; the first two are the batch's.
+    """One rank's facts, which go to the others as plain numbers, in this order. The first two are the batch's.
 
     Attributes:
         fingerprint, num_microbatches: of the batch; the same on all ranks of a pipeline.
@@ -59,16 +59,19 @@ class Settings(NamedTuple):
     schedule: int
     autocast: int
     modes: int
-    loss_scale: int = 0
-    reduces_gradients: int = 1
-    frozen: int = 0
-    frozen_whole: int = 0
-    trainable: int = 0
+    loss_scale: int
+    reduces_gradients: int
+    frozen: int
+    frozen_whole: int
+    trainable: int
 
     def shared(self, pipeline: PipelineLayout, gathered: Mapping[int, Sequence[int]]) -> Shared:
-        """What all pipelines must have alike, and those that share their sequences, and whether something is wrong in
-        this rank's own (a `Summary`). If all is alike and nothing wrong, `compare` and `batches_differ` find
-        nothing."""
+        """What the roll call compares beyond this rank's pipeline (a `Summary`), by the pipeline's facts. If all of it
+        is alike, and nothing is wrong in any pipeline, `compare` and `batches_differ` find nothing.
+
+        `everywhere`: the type of autocast, the modes, the loss scale, whether gradients are summed, and what is frozen.
+        `of_batch`: a digest of the batch. `wrong`: the ranks of this pipeline differ in a batch, a plan or a schedule,
+        or in what is frozen."""
         by_rank = {rank: Settings(*facts) for rank, facts in gathered.items()}
         batches = {
             (settings.num_microbatches, settings.fingerprint, settings.plans, settings.schedule)
@@ -88,9 +91,9 @@ class Settings(NamedTuple):
 
     @staticmethod
     def compare(gathered: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-        """Whether the same parameters are frozen everywhere and tied weights' copies are the same, or not all ranks are
-        here, as nothing is trained then. Raises SettingsMismatch, on every rank, if something else differs; batches
-        do not (see `batches_differ`)."""
+        """Compare all but the batches (see `batches_differ`) of the ranks that are here. Raises SettingsMismatch, on
+        every rank, if they differ in anything but what is frozen and the copies of tied weights. Returns whether these
+        are alike, too; True if not all ranks are here, as nothing is trained then."""
         by_rank = {rank: Settings(*facts) for rank, facts in gathered.items()}
         pipelines = [pipeline for pipeline in layout.pipelines if pipeline.first_rank in by_rank]
         differences = []
