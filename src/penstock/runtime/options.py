@@ -41,7 +41,7 @@ class SequenceParts(Protocol):
         """The sums over the parts. The last stages' ranks call this together."""
 
     def join(self, output: Any, part: Mapping[str, Any], whole: Mapping[str, Any], losses: Collection[str]) -> Any:
-        """The output for whole sequences, of one part's. The last stages' ranks call this together. `losses`: names of
+        """The output for whole sequences, from a part's. The last stages' ranks call this together. `losses`: names of
         fields that are shares."""
 
 
