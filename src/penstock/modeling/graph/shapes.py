@@ -89,7 +89,7 @@ class OutputShape:
                 leaves.append(value)
         return leaves
 
-    def answer(self, tensor: Callable[[int, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
+    def make_output(self, tensor: Callable[[int, TensorSpec], torch.Tensor], given: Sequence[Any]) -> Any:
         """Placeholders for what the call returns; also makes the call's entries in side outputs and in mappings.
         `tensor` gives that for a leaf, by its index, and its shape."""
         leaves = [tensor(i, leaf) if isinstance(leaf, TensorSpec) else leaf for i, leaf in enumerate(self.leaves)]

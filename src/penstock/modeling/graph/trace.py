@@ -324,7 +324,7 @@ class _CallRecorder:
         with self.flow.pause():
             shape = self._functions(name, args, kwargs, _plain_values(leaves, self.flow))
             _refuse_unknown(name, shape.leaves)
-            output = shape.answer(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
+            output = shape.make_output(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
             for position in shape.written:
                 self.flow.note_write(leaves[position])
                 self.flow.mark(leaves[position], (ChangedTensor(name, index),))

@@ -170,7 +170,7 @@ class StageRun:
                 return LazyPlaceholder(lambda: later()[leaf].expanded_zeros(self.device))
             return shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device)
 
-        return output.answer(tensor, flatten((args, kwargs))[0] if output.stored else ())
+        return output.make_output(tensor, flatten((args, kwargs))[0] if output.stored else ())
 
     def _shapes_later(
         self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
