@@ -199,6 +199,21 @@ def test_what_training_warns_of_is_exact_against_accumulation(twist: str, criter
     assert rows["checkpoint"].result == EXACT
 
 
+def with_a_small_head() -> Tower:
+    """All samples have nearly the same loss, and not the same gradients."""
+    model = Tower("norm")
+    model.head.weight.data.mul_(1e-6)
+    model.head.bias.data.zero_()
+    return model
+
+
+def test_losses_nearly_alike_are_weighed_by_tokens_where_the_loss_is() -> None:
+    batch = classes()
+    batch["target"][:2] = -100
+    found = penstock.verify(with_a_small_head, batch, config=CONFIG, criterion=mean, steps=1)
+    assert found.exact and {row.what: row.result for row in found.rows}["gradients"] == ACCUMULATED, str(found)
+
+
 def test_samples_along_the_second_dimension_are_found_and_the_advice_is_right() -> None:
     generator = torch.Generator().manual_seed(0)
     batch = {

@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 import penstock
 from penstock.checking.compare import ACCUMULATED, EXACT
+from penstock.checking.double import in_double
 from penstock.modeling.instrumentation import tensors_of
 from penstock.modeling.packed_layers import mark_packed
 from penstock.modeling.weights.load import load_stage
@@ -31,6 +32,7 @@ from penstock.planning.fit import Recipe, profiles_of
 from penstock.planning.plan import Job
 from penstock.planning.planner import equal_pipelines
 from penstock.planning.unit_cost import LiveBytes
+from tests.support.families import batch
 from tests.support.peaks import sampled_peak
 from tests.support.pool import Pool
 from tests.support.quantised import ROUNDING, differences, plain_step, quantisation, split_step, story
@@ -210,6 +212,14 @@ def test_verify_compares_packed_experts_and_says_what_accumulates() -> None:
         assert found.exact, found.render()
         results[family] = {row.what: row.result for row in found.rows}
     assert (results["mixtral"]["loss"], results["gpt-oss"]["loss"]) == (ACCUMULATED, EXACT), results
+
+
+def test_a_packed_model_is_compared_without_rounding_in_evaluation() -> None:
+    """As in training, which has single precision. On some CPUs bitsandbytes has bfloat16 in evaluation alone."""
+    model, inputs = in_double(adapt(packed_by_hand("mixtral", "nf4")).train(), batch("causal", 4))
+    with torch.no_grad():
+        trained, evaluated = model(**inputs).logits, model.eval()(**inputs).logits
+    assert torch.equal(trained, evaluated)
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------

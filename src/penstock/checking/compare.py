@@ -179,7 +179,10 @@ class Comparison:
         with torch.no_grad():
             losses = [float(self._loss(model, part)) for part in parts]
             expected = float(self.losses["step 1"] if of_loss else self._loss(model, self.inputs))
-        shares = next((kind for kind in kinds if near(sum(map(operator.mul, kind, losses)), expected)), kinds[0])
+        # Samples that are nearly as hard as each other give nearly the same by any of them.
+        totals = [sum(map(operator.mul, kind, losses)) for kind in kinds]
+        nearest = min(totals, key=lambda total: abs(total - expected))
+        shares = kinds[totals.index(nearest)] if near(nearest, expected) else kinds[0]
         return self._unsplit(list(zip(parts, shares, strict=True)), self.whole.rate)
 
     def _row(

@@ -66,6 +66,7 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
             made = made._apply(to) if any(each.is_complex() for each in made.parameters()) else made.to(dtype)
             if dtype == torch.float64 and (config := configuration_of(made)) is not None:
                 config._experts_implementation = "eager"  # the grouped product of experts has no doubles
+            _keep_packed_layers_from_rounding(made)
             if any(each.dtype != to(each).dtype for each in made.parameters()):
                 raise ValueError(f"the weights cannot be converted to {dtype}")
             if dtype == torch.float64:
@@ -78,6 +79,15 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
         f"a comparison is in double or single precision, and this model is not: {failure}"
         ". Give the model before it is quantised, in float32, and on the CPU"
     ) from failure
+
+
+def _keep_packed_layers_from_rounding(model: nn.Module) -> None:
+    """bitsandbytes evaluates in bfloat16 where the CPU can, whatever the compute type. There the last bit of a number
+    in single precision may become a difference of a hundredth, and another expert."""
+    layers: Iterator[Any] = model.modules()  # the library has no types
+    for layer in layers:
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
 
 
 def _ignoring_names(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor]:
