@@ -532,10 +532,15 @@ def test_a_rank_listens_only_where_the_others_are() -> None:
 
 ASK_TO_THE_END = """
 import atexit, threading, time
+# Called last.
+atexit.register(lambda: print(*(thread.name for thread in threading.enumerate())))
 import torch.distributed as dist
+from penstock.runtime.failures.keys import Keys
 from penstock.runtime.threads import start_thread
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+keys = Keys(store, 10.0)
+keys.put("key", "value")
 ending = threading.Event()
 
 def ask():
@@ -551,6 +556,7 @@ atexit.register(ending.set)
 
 
 def test_a_thread_that_is_in_torch_as_the_process_ends_does_not_abort_it(tmp_path: Path) -> None:
+    """And one that waits for a question to the store is told to end: it would hold the process up."""
     (tmp_path / "ask.py").write_text(ASK_TO_THE_END)
     ended = run_python(tmp_path / "ask.py", timeout=120, fresh=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "MainThread\n")

@@ -105,14 +105,15 @@ class _Client:
 
 
 class _StoreThread:
-    """A thread that puts the questions to one store, for all its parts. It ends with them."""
+    """A thread that puts the questions to one store, for all its parts. It ends with them, or with the process."""
 
     def __init__(self, client: _Client) -> None:
         # The latest question that was not answered in time.
         self.unanswered: Future[Any] | None = None
         self.questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        weakref.finalize(self, self.questions.put, None)
-        start_thread(_do_all, self.questions, client, name="penstock-store")
+        end = partial(self.questions.put, None)
+        weakref.finalize(self, end)
+        start_thread(_do_all, self.questions, client, name="penstock-store", end=end)
 
 
 def _do_all(calls: SimpleQueue[Callable[[], None] | None], client: _Client) -> None:
