@@ -3,7 +3,7 @@
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.planning import partition, split_microbatches
@@ -16,12 +16,12 @@ COST = st.integers(0, 9)
 @st.composite
 def partition_problems(draw: st.DrawFn) -> tuple[list[int], list[float], list[int], list[int]]:
     num_stages = draw(st.integers(1, 4))
-    num_units = draw(st.integers(num_stages, 9))
+    num_units = draw(st.integers(num_stages, 9) | st.integers(10, 24 if num_stages < 4 else 14))
     return (
-        draw(st.lists(COST, min_size=num_units, max_size=num_units)),
+        draw(st.lists(COST | st.just(1), min_size=num_units, max_size=num_units)),
         draw(st.lists(st.sampled_from([0.5, 1.0, 1.3, 2.0]), min_size=num_stages, max_size=num_stages)),
-        draw(st.lists(st.integers(0, 4), min_size=num_units, max_size=num_units)),
-        draw(st.lists(st.integers(2, 14), min_size=num_stages, max_size=num_stages)),
+        draw(st.lists(st.integers(0, 4) | st.just(0), min_size=num_units, max_size=num_units)),
+        draw(st.lists(st.integers(0, 14), min_size=num_stages, max_size=num_stages)),
     )
 
 
@@ -35,6 +35,7 @@ def all_splits(num_units: int, num_stages: int) -> list[list[tuple[int, int]]]:
 
 @settings(deadline=None, max_examples=400)
 @given(partition_problems())
+@example(([2] * 18 + [9] * 4, [1.0] * 3, [0] * 17 + [1] + [0] * 4, [1, 0, 1]))  # the best has a long first stage
 def test_partition_is_the_best_of_all_that_fit(
     problem: tuple[list[int], list[float], list[int], list[int]],
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.runtime.boundary.p2p import SENDS_AHEAD, Message, P2PChannel, P2PChannels
-from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET
+from penstock.runtime.comm.gloo import WATCHED_FROM_BYTES
 from penstock.runtime.failures.position import Position
 from penstock.runtime.gradients.weight_gradients import DeferredGradient, WeightGradientQueues
 from penstock.runtime.loss_proxy import run_backward
@@ -108,7 +108,7 @@ def channel_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Group], P2PChanne
 def test_a_transfer_that_never_ends_holds_no_rank_whose_job_has_failed(
     channel_over: Callable[[Any], P2PChannel], sends: bool
 ) -> None:
-    group, tensor = StuckGroup(), torch.zeros(FITS_IN_A_SOCKET)
+    group, tensor = StuckGroup(), torch.zeros(WATCHED_FROM_BYTES)
     channel = channel_over(group)
     channel.send([tensor]) if sends else channel.post_receive([tensor])
     board: Any = channel._channels.board

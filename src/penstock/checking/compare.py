@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.api.initialize import initialize
 from penstock.checking.copies import copied
-from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, near, reason_of_difference, taken
+from penstock.checking.reasons import NOT_FOUND, OF_ACCUMULATION, inputs_of_forward, near, reason_of_difference
 from penstock.config.configuration import Configuration
 from penstock.modeling.graph.dummy_inputs import dtype_of
 from penstock.modeling.graph.loss import Criterion, loss_by
@@ -109,7 +109,7 @@ class Comparison:
         """What came out. Every rank calls it; `folder`, an empty one, is for a checkpoint."""
         model: Any = copied(self.initial)
         own_module = not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config")
-        example = taken(model, self.inputs) if own_module else None
+        example = inputs_of_forward(model, self.inputs) if own_module else None
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -157,7 +157,7 @@ class Comparison:
         return TrainingResult.of(model, losses, self.steps, rate, pieces)
 
     def _loss(self, model: nn.Module, inputs: Named) -> torch.Tensor:
-        loss = loss_by(self.criterion, model(**taken(model, inputs)), inputs)
+        loss = loss_by(self.criterion, model(**inputs_of_forward(model, inputs)), inputs)
         if loss is None:
             raise ValueError(f"the unsplit model computes no loss from {sorted(inputs)}: give labels, or a criterion")
         return loss
@@ -231,7 +231,7 @@ class Comparison:
     def _evaluated(self, run: TrainingResult) -> Named:
         run.model.eval()
         with torch.no_grad():
-            theirs = _outputs(run.model(**taken(run.model, self.inputs)))
+            theirs = _outputs(run.model(**inputs_of_forward(run.model, self.inputs)))
             if len(run.pieces) > 1:  # a router's balance, say, is that of each microbatch
                 theirs = {name: value for name, value in theirs.items() if value.dim() or name == "loss"}
             if self.criterion is not None or "loss" in theirs:
@@ -246,7 +246,7 @@ class Comparison:
         if not isinstance(known, PreTrainedModel) or not known.can_generate():
             return None
         self.model.eval()
-        part = taken(known, self.model.pipeline.microbatches(self.inputs)[0][0])
+        part = inputs_of_forward(known, self.model.pipeline.microbatches(self.inputs)[0][0])
         prompt = {name: value for name, value in part.items() if name != "labels" and "decoder" not in name}
         ids, mask = prompt.get("input_ids"), prompt.get("attention_mask")
         if isinstance(ids, torch.Tensor) and ids.dim() == 2:

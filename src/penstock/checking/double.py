@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.checking.copies import copied
-from penstock.checking.reasons import taken
+from penstock.checking.reasons import inputs_of_forward
 from penstock.modeling.libraries import configuration_of
 from penstock.nested import map_tensors
 
@@ -71,7 +71,7 @@ def in_double(model: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any
                 raise ValueError(f"the weights cannot be converted to {dtype}")
             if dtype == torch.float64:
                 with torch.no_grad():
-                    copied(made)(**taken(made, batch))
+                    copied(made)(**inputs_of_forward(made, batch))
             return made, batch
         except Exception as error:  # whatever a model's own code raises
             failure = error

@@ -1,4 +1,4 @@
-"""Why a model is not over stages what it is unsplit: what its forward does that no pipeline can keep."""
+"""Why a model's results over stages differ from the unsplit model's: what no pipeline can keep of its forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 LossOf = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
-def taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of_forward(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs that the model's forward takes; the others are for a criterion."""
     parameters = inspect.signature(model.forward).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -86,7 +86,7 @@ def _forward(model: nn.Module, inputs: Mapping[str, Any], seed: int, other_seed:
         torch.manual_seed(seed)
         random.seed(other_seed)
         np.random.seed(other_seed)
-        output = used(**taken(used, inputs))
+        output = used(**inputs_of_forward(used, inputs))
     return list(named_tensors({"output": output}).values()), used
 
 

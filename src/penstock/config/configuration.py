@@ -52,8 +52,9 @@ class Configuration:
         stages: for each stage the names of its units, or None to balance them by cost. A module that holds several
             units stands for all of them.
         split_points: instead of `stages`: the units with which the second, the third, ... stage begins.
-        sharded_optimizer: the ranks that hold a parameter divide the optimizer's state: one of them keeps that of each
-            parameter, or as many as this number says, and sends the others the new weight; see docs/memory.md.
+        sharded_optimizer: the state of the optimizer is divided among the ranks that hold the same parameters. That of
+            each parameter is kept by one of them, or by so many if this is a number, which sends the others the new
+            weight; see docs/memory.md.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are, and
             ends the run if they have made different calls, so that the wait can never end.
         timeout: seconds that a transfer between ranks may take before it is an error on every rank; None for that of
@@ -105,8 +106,8 @@ class Configuration:
             raise ConfigurationError(
                 f'{SECTION}.{key} needs a number of stages, but {SECTION}.pipeline_parallel_size is "auto"'
             )
-        sizes = f"{SECTION}.tensor_parallel_size", self.tensor_parallel_size
-        check_whole_head(f"{SECTION}.loss_chunk_tokens", self.loss_chunk_tokens, *sizes)
+        size_key = f"{SECTION}.tensor_parallel_size"
+        check_whole_head(f"{SECTION}.loss_chunk_tokens", self.loss_chunk_tokens, size_key, self.tensor_parallel_size)
         if self.trace_steps is not None and self.trace is None:
             raise ConfigurationError(f"{SECTION}.trace_steps needs {SECTION}.trace, the file for the timeline")
 

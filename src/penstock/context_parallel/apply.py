@@ -126,7 +126,7 @@ class ContextParallel:
             compared=() if mean is None else mean.terms,
             positions=positions,
         )
-        part.way, part.shares = self.way, self.exchange.size * self._num_shards
+        part.way, part.num_shares = self.way, self.exchange.size * self._num_shards
         _refuse_loss(self._mean_of(part, criterion))
         return part
 

@@ -7,8 +7,9 @@ There are two ways, both for whatever attention function a model chooses:
 - **by tokens**: it is given the queries of this part, and the keys and values of all parts, which are gathered. The
   mask has a row for each token of this part, and a column for each of the whole sequence.
 
-By heads is the first choice, as less is exchanged. If a trace of the model meets one layer whose heads cannot be shared
-out, every layer goes by tokens.
+By heads is the first choice: a rank then has keys and values of some heads only, and causal attention needs no mask in
+memory. Less is exchanged, too, but only from some number of ranks on (see `Exchange`). If a trace of the model meets
+one layer whose heads cannot be shared out, every layer goes by tokens.
 
 What tells a part, and the way, is the shape of the mask, see `_way_of`. So a layer that gradient checkpointing runs
 again, in the backward, needs to know nothing else, and whole sequences (in generation, say) go their ordinary way.
@@ -43,6 +44,8 @@ class Exchange:
 
     Of c ranks, with the bytes q, k, v of a whole sequence's queries, keys and values: by tokens (c - 1) / c of k + v in
     the forward; by heads (c - 1) / c² of q + k + v, and of the output. The backward brings as much of their gradients.
+    By heads is less if c > 1 + 2 q / (k + v): from 3 ranks on with as many heads of keys as of queries, from 6 on with
+    a quarter as many (Llama 3 8B).
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
@@ -66,7 +69,7 @@ class Exchange:
         mine = torch.empty_like(parts[0])
         with self._board.guard("summing gradients of a sequence's parts", self._ranks):
             work = dist.reduce_scatter(mine, parts, group=self._alive(), async_op=True)
-            if mine.device.type == "cpu":  # gloo's never says that it has ended
+            if mine.device.type == "cpu":  # gloo's work never says that it has ended
                 wait_for_transfer(work, mine.nbytes, self._board.check)
             else:
                 work.wait()
@@ -131,20 +134,22 @@ def _install() -> None:
     get_interface = AttentionInterface.get_interface
 
     @functools.wraps(get_interface)
-    def of_part(self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def with_parts(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
+    ) -> Callable[..., Any]:
         return functools.partial(_attend, get_interface(self, attn_implementation, default))
 
-    AttentionInterface.get_interface = of_part
+    AttentionInterface.get_interface = with_parts
     masking_utils.find_packed_sequence_indices = functools.partial(
-        _separate, masking_utils.find_packed_sequence_indices
+        _note_packed, masking_utils.find_packed_sequence_indices
     )
     for name in KNOWN:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = functools.partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 
-def _separate(find: Callable[[torch.Tensor], Any], position_ids: torch.Tensor) -> Any:
-    """What transformers asks before it makes a mask, if the model keeps the sequences of a packed row apart. Of a part
-    it is found in the whole: its own positions jump where its second piece begins."""
+def _note_packed(find: Callable[[torch.Tensor], Any], position_ids: torch.Tensor) -> Any:
+    """What transformers asks before it makes a mask, if the model keeps the sequences of a packed row apart. For a
+    part, `_mask` takes them from the whole: its own positions jump where its second piece begins."""
     if not _under_way:
         return find(position_ids)
     _under_way[-1].separates = True
@@ -178,11 +183,11 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return torch.ones((), dtype=torch.bool, device=places.device).expand(1, 1, cut.length, cut.length)
         return mask
 
-    def of_part(sample: Any, head: Any, query: Any, key: Any) -> Any:
+    def with_own_queries(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return of_whole(sample, head, places[query], key)
 
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return make(*args, **{**kwargs, **skips, "kv_length": cut.length, "mask_function": of_part})
+    return make(*args, **{**kwargs, **skips, "kv_length": cut.length, "mask_function": with_own_queries})
 
 
 def _attend(
@@ -198,13 +203,14 @@ def _attend(
     """A model's attention function; a part's queries look at the keys and values of all parts."""
     way, reference = _way_of(attention_mask, key.shape[2]), _exchanges.get(module)
     exchange = None if reference is None else reference()
-    if way is None or (exchange is None and not (query.is_meta and _under_way)):
+    is_traced = exchange is None and query.is_meta and bool(_under_way)
+    if way is None or (exchange is None and not is_traced):
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
     cut = _under_way[-1].cut if exchange is None else Cut(attention_mask.shape[3], exchange.index, exchange.size)
     if way is AttentionWay.BY_TOKENS:
         key, value = (_all_tokens(exchange, cut, tensor) for tensor in (key, value))
         return attention(module, query, key, value, attention_mask, *args, **kwargs)
-    if exchange is None and _needs_tokens((query, key, value), kwargs, _under_way[-1].shares):
+    if is_traced and _needs_tokens((query, key, value), kwargs, _under_way[-1].num_shares):
         _under_way[-1].way = AttentionWay.BY_TOKENS
         return attention(module, query, key, value, None, *args, **kwargs)
     if query.shape[1] % cut.size or key.shape[1] % cut.size:
@@ -227,17 +233,18 @@ def _way_of(mask: Any, tokens: int) -> AttentionWay | None:
     return AttentionWay.BY_TOKENS if mask.shape[2] == tokens else AttentionWay.BY_HEADS
 
 
-def _needs_tokens(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], shares: int) -> bool:
+def _needs_tokens(tensors: Sequence[torch.Tensor], arguments: Mapping[str, Any], num_shares: int) -> bool:
     """Whether attention cannot go by heads: they cannot be shared out, or the function has more to know of each."""
     tells_more = any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in arguments.values())
-    return tells_more or any(tensor.shape[1] % shares for tensor in tensors)
+    return tells_more or any(tensor.shape[1] % num_shares for tensor in tensors)
 
 
 # -- by tokens -------------------------------------------------------------------------------------------------------
 
 
 def _all_tokens(exchange: Exchange | None, cut: Cut, part: torch.Tensor) -> torch.Tensor:
-    """Of keys or values (samples, heads, tokens, width) those of the whole sequence."""
+    """Of keys or values (samples, heads, tokens, width) those of the whole sequence; without an exchange, in a trace,
+    only their shape."""
     if exchange is None:
         return part.new_empty((*part.shape[:2], cut.length, part.shape[3]))
     whole: torch.Tensor = _WholeSequence.apply(exchange, cut, part)  # type: ignore[no-untyped-call]  # torch's has no types
@@ -254,7 +261,7 @@ class _WholeSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, ctx.exchange.scatter_sum([cut.take(gradient, 2) for cut in ctx.cut.every])
+        return None, None, ctx.exchange.scatter_sum([cut.take(gradient, 2) for cut in ctx.cut.all_parts])
 
 
 # -- by heads --------------------------------------------------------------------------------------------------------
@@ -274,11 +281,12 @@ def _some_heads(exchange: Exchange | None, cut: Cut, parts: Sequence[torch.Tenso
 
 def _own_tokens(exchange: Exchange | None, cut: Cut, heads: torch.Tensor) -> torch.Tensor:
     """Of an output (samples, tokens, heads, width) for some heads that of all heads, for the tokens of this part."""
-    return torch.cat(_swap(exchange, [part.take(heads, 1) for part in cut.every]), 2)
+    return torch.cat(_swap(exchange, [part.take(heads, 1) for part in cut.all_parts]), 2)
 
 
 def _swap(exchange: Exchange | None, shares: list[torch.Tensor]) -> list[torch.Tensor]:
-    """An all-to-all along the list: each rank gets the one of its index from every rank."""
+    """An all-to-all along the list: each rank gets the one of its index from every rank. Without an exchange, in a
+    trace, only shapes count."""
     if exchange is None:
         return shares
     stacked: torch.Tensor = _Swapped.apply(exchange, torch.stack(shares))  # type: ignore[no-untyped-call]  # torch's has no types

@@ -50,8 +50,8 @@ class Cut:
         return 2 * self.size * self.piece
 
     @property
-    def every(self) -> list[Cut]:
-        """Those of all parts, in order."""
+    def all_parts(self) -> list[Cut]:
+        """The cuts of all parts, in order."""
         return [replace(self, index=index) for index in range(self.size)]
 
     def pieces_of(self, part: int) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class SequencePart(dict[str, Any]):
         positions: the position ids of whole sequences, None if the model takes none.
         way: BY_HEADS at first; a trace of the model makes it BY_TOKENS when it meets a layer whose heads cannot be
             shared out (`attention._attend`).
-        shares: over how many ranks the heads of a layer are shared out by heads.
+        num_shares: over how many ranks the heads of a layer are shared out by heads.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
     """
 
@@ -97,14 +97,14 @@ class SequencePart(dict[str, Any]):
         self, inputs: Mapping[str, Any], cut: Cut, packed: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         super().__init__(inputs)
-        self.cut, self.packed, self.way, self.shares = cut, packed, AttentionWay.BY_HEADS, cut.size
+        self.cut, self.packed, self.way, self.num_shares = cut, packed, AttentionWay.BY_HEADS, cut.size
         self.positions: torch.Tensor | None = None
         self.separates = False
 
     def with_inputs(self, inputs: Mapping[str, Any]) -> SequencePart:
         """The same part, with other inputs."""
         made = SequencePart(inputs, self.cut, self.packed)
-        made.way, made.shares, made.positions = self.way, self.shares, self.positions
+        made.way, made.num_shares, made.positions = self.way, self.num_shares, self.positions
         return made
 
 
@@ -142,7 +142,7 @@ def cut_inputs(
     cut = Cut(length, index, size)
     if length <= 2 * cut.piece:
         raise NotImplementedError(
-            f"context_parallel_size {size} cannot share out sequences of {length} tokens: give more"
+            f"context_parallel_size {size} cannot share out sequences of {length} tokens: give longer sequences"
         )
     fillings: dict[str | None, int] = {}
     for term in compared:

@@ -72,14 +72,14 @@ def generate(
     with decoding.session(), calls_redirected(model, decoding.forward):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
-        of_streamers, of_criteria = _compare(arguments, options, decoding)
+        (any_streamer, is_first), any_criteria = _compare(arguments, options, decoding)
         _refuse(arguments, model)
-        if of_criteria:
+        if any_criteria:
             arguments.setdefault("stopping_criteria", [])
         decoding.every_position = any(setting(name, arguments, model) is not None for name in MANY_POSITIONS)
-        with _streaming(arguments, of_streamers, everywhere=stream_on_all_ranks):
+        with _streaming(arguments, any_streamer, is_first, everywhere=stream_on_all_ranks):
             why_everywhere = groups.why_logits_everywhere(arguments, model, original)
-            if of_criteria and why_everywhere is None:
+            if any_criteria and why_everywhere is None:
                 why_everywhere = groups.LOGITS_EVERYWHERE["stopping_criteria"]
             number, size = groups.number_of_groups(generation_groups, arguments, model, why_everywhere)
             try:
@@ -153,14 +153,13 @@ class SilentStreamer(BaseStreamer):  # type: ignore[misc]  # a library without t
 
 
 @contextmanager
-def _streaming(arguments: dict[str, Any], given: tuple[bool, bool], everywhere: bool) -> Iterator[None]:
+def _streaming(arguments: dict[str, Any], any_streamer: bool, is_first: bool, everywhere: bool) -> Iterator[None]:
     """Inside, the streamer of the first rank that was given one streams, or all do. `arguments`: of generate(); the
-    streamer among them is replaced where it is not to stream. `given`: whether a rank of the pipeline was given a
-    streamer, and whether this is the first of them."""
-    any_given, first = given
+    streamer among them is replaced where it is not to stream. `any_streamer`: whether a rank of the pipeline was given
+    one; `is_first`: whether this is the first of these ranks."""
     own: Any = arguments.get("streamer")
-    streams = own is not None and (first or everywhere)
-    if any_given and not streams:
+    streams = own is not None and (is_first or everywhere)
+    if any_streamer and not streams:
         arguments["streamer"] = SilentStreamer()
     try:
         yield

@@ -60,17 +60,17 @@ def partition(
         )
     if min(unit_costs) < 0 or min(memory) < 0 or min(speeds) <= 0:
         raise ValueError("costs and memory must not be negative, and speeds must be above 0")
-    # Without memory limits each device can take more than its share less one unit, so no stage needs to be longer than:
-    share = (sum(unit_costs) + num_stages * max(unit_costs)) / sum(speeds)
-    bound = max(share, max(unit_costs) / min(speeds)) * max(speeds) * (1 + ROUNDING)
-    before = np.concatenate([[0.0], np.cumsum(unit_costs)])
-    longest = num_units - num_stages + 1
-    enough = int((np.searchsorted(before, before[:-1] + bound, "right") - np.arange(num_units)).max())
-    for most in dict.fromkeys((min(enough, longest), longest)):
-        runs = _Runs(before, memory, speeds, limits, most)
-        slowest = runs.slowest()
-        if math.isfinite(slowest):
-            return Partition(runs.most_even(slowest * (1 + ROUNDING)), slowest)
+    if memory_limits is None:
+        # The best split is not slower than this: if each device in turn takes units for so many seconds, it takes at
+        # least one, and misses less than one unit's cost, so no unit is left over.
+        share = (sum(unit_costs) + num_stages * max(unit_costs)) / sum(speeds)
+        longest = _longest_run(unit_costs, max(share, max(unit_costs) / min(speeds)) * max(speeds))
+    else:
+        longest = _longest_run(memory, max(limits))
+    runs = _Runs(unit_costs, memory, speeds, limits, min(longest, num_units - num_stages + 1))
+    slowest = runs.slowest()
+    if math.isfinite(slowest):
+        return Partition(runs.most_even(slowest * (1 + ROUNDING)), slowest)
     raise ValueError(
         f"no split of {num_units} units over {num_stages} devices stays within the memory limits: the units need "
         f"{sum(memory):g} in all, the limits are {limits}"
@@ -83,19 +83,37 @@ def split_into(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
     return [items[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]
 
 
+def _longest_run(values: Sequence[float], most: float) -> int:
+    """The number of units in the longest run whose values are at most `most` in sum."""
+    before = _sums_before(values)
+    ends = np.searchsorted(before, before[:-1] + most * (1 + 2 * ROUNDING), "right") - 1
+    return max(1, int((ends - np.arange(len(values))).max()))
+
+
+def _sums_before(values: Sequence[float]) -> np.ndarray:
+    """The sum of the values before each, and of all."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
 class _Runs:
     """Seconds of every run of at most `most` units on each device: from a first unit on, by their number less 1."""
 
     def __init__(
-        self, before: np.ndarray, memory: Sequence[float], speeds: Sequence[float], limits: Sequence[float], most: int
+        self,
+        unit_costs: Sequence[float],
+        memory: Sequence[float],
+        speeds: Sequence[float],
+        limits: Sequence[float],
+        most: int,
     ) -> None:
         self._num_units = num_units = len(memory)
         ends = np.arange(num_units)[:, None] + np.arange(1, most + 1)
         beyond = ends > num_units
         self._ends = ends = np.minimum(ends, num_units)
+        before = _sums_before(unit_costs)
         costs = before[ends] - before[:-1, None]
         costs[beyond] = np.inf
-        needs_before = np.concatenate([[0.0], np.cumsum(memory)])
+        needs_before = _sums_before(memory)
         needs = needs_before[ends] - needs_before[:-1, None]
         devices = list(zip(speeds, limits, strict=True))
         times_of = {

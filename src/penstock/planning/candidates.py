@@ -40,7 +40,7 @@ class CandidatePipeline:
     # Of the ranks that may limit a step, seconds before their work or behind it, those of their work for a microbatch,
     # and bytes of gradients to reduce after the last of it: if the backward is not split those of the first stage,
     # which has its gradients last.
-    limits: tuple[tuple[float, float, float], ...]
+    limiting: tuple[tuple[float, float, float], ...]
     slowest: float  # seconds of a microbatch on the device that has most to do
     total: float  # and on all
 
@@ -49,7 +49,7 @@ class CandidatePipeline:
 
     def bound(self, microbatches: int, seconds_per_byte: float = 0.0) -> float:
         """A lower bound of a step's seconds under any order of actions; its reduction takes so many seconds a byte."""
-        return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limits])
+        return max([entry + microbatches * work + size * seconds_per_byte for entry, work, size in self.limiting])
 
     def seconds(self, microbatches: int) -> float:
         """An estimate of a step, from below for most schedules."""
@@ -62,7 +62,9 @@ class CandidatePipeline:
 Candidate = list[tuple[CandidatePipeline, int]]
 
 
-class Candidates:
+class LayoutSearch:
+    """The layouts that are looked at for a job."""
+
     def __init__(self, job: Job) -> None:
         self.job = job
         self._chain = Chain(job.parts, job.cluster, job.num_microbatches, job.recomputed)
@@ -71,15 +73,21 @@ class Candidates:
         self._partition = cache(partial(partition, tuple(job.seconds)))
         self.simulated = cache(self._simulate)
 
-    def candidates(self) -> list[list[StageSplit]]:
-        """Layouts that may be the best, fastest first by formula: those found last, with pipelines of any depth."""
+    def split_layouts(self) -> list[list[StageSplit]]:
+        """Layouts that may be the best, as splits without a schedule, fastest first by formula: those found last, with
+        pipelines of any depth."""
         found: dict[tuple[StageSplit, ...], tuple[float, list[StageSplit]]] = {}
         for templates in self.templates():
             deepest = max((sum(template.counts) for template in templates), default=0)
             for depth in (1 << power for power in range(deepest.bit_length())):
                 deep = [template for template in templates if sum(template.counts) >= depth]
-                limits, tolerance = self.job.cluster.counts, 0.0 if depth == 1 else 0.01
-                ways = layouts(deep, limits, self.job.num_microbatches, self.job.least_pipelines, tolerance)
+                ways = layouts(
+                    deep,
+                    self.job.cluster.counts,
+                    self.job.num_microbatches,
+                    self.job.least_pipelines,
+                    tolerance=0.0 if depth == 1 else 0.01,
+                )
                 for seconds, splits in list(ways)[-2:]:
                     splits = sorted(splits, key=lambda split: (-len(split.sizes), split.classes, split.sizes))
                     found.setdefault(tuple(splits), (seconds, splits))
@@ -134,12 +142,12 @@ class Candidates:
             work = sum(seconds[stage] for stage in reversed(own))
             ranks.append((entry, work, min(gradients[stage] for stage in own) if splits else gradients[0]))
         # Of ranks with as much work, or less, only those with a later entry or more to reduce can limit the step.
-        limits: list[tuple[float, float, float]] = []
+        limiting: list[tuple[float, float, float]] = []
         for entry, work, size in sorted(ranks, key=lambda rank: (-rank[1], -rank[0], -rank[2])):
-            if not any(entry <= other_entry and size <= other_size for other_entry, _, other_size in limits):
-                limits.append((entry, work, size))
+            if not any(entry <= other_entry and size <= other_size for other_entry, _, other_size in limiting):
+                limiting.append((entry, work, size))
         slowest = max(work for _, work, _ in ranks)
-        return CandidatePipeline(name, classes, sizes, units, splits, costs, tuple(limits), slowest, sum(seconds))
+        return CandidatePipeline(name, classes, sizes, units, splits, costs, tuple(limiting), slowest, sum(seconds))
 
     def _relieved(self, units: Stages, sizes: tuple[int, ...], classes: tuple[int, ...], schedule: Schedule) -> Stages:
         """The stages, those of ranks whose memory is short recomputed, if that may be chosen by stage."""
@@ -181,9 +189,9 @@ class Candidates:
         if not fits(sizes):
             working = max(unit.working for unit in self.job.held)
             needs = tuple(unit.state + max(live) * unit.kept for unit in self.job.held)
-            limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
+            memory_limits = tuple(max(0.0, kinds[rank].memory - working) / per_rank for rank in mapping)
             try:
-                sizes = self._partition(speeds, needs, limits).sizes
+                sizes = self._partition(speeds, needs, memory_limits).sizes
             except ValueError:
                 return None
         return self.pipeline_of(split.classes, sizes, name)
@@ -191,7 +199,7 @@ class Candidates:
     def under_schedules(self) -> list[tuple[float, Candidate]]:
         """Every candidate under every schedule that it fits, by rising bounds of its step."""
         found: dict[tuple[object, ...], tuple[float, Candidate]] = {}
-        for splits in self.candidates():
+        for splits in self.split_layouts():
             names = self.job.schedules if any(len(split.sizes) > 1 for split in splits) else self.job.schedules[:1]
             deepest = max(len(split.sizes) for split in splits)
             fitting = set[tuple[tuple[int, ...], bool]]()

@@ -16,7 +16,7 @@ from itertools import combinations, islice, product
 import numpy as np
 
 from penstock.layout.partition import ROUNDING
-from penstock.planning.candidates import Candidate, CandidatePipeline, Candidates
+from penstock.planning.candidates import Candidate, CandidatePipeline, LayoutSearch
 from penstock.planning.memory import memory_of_ranks
 from penstock.planning.microbatches import split_microbatches
 from penstock.planning.plan import schedule_of
@@ -34,14 +34,14 @@ MOST_SIMULATED = 200
 MOST_TOGETHER = 64
 
 
-def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
+def exact_layouts(search: LayoutSearch, most: int) -> Iterator[Candidate]:
     """The best candidates, one for each of the best `most` ways to group devices; none for a job that is not small."""
-    job = planner.job
+    job = search.job
     if job.num_microbatches > MOST_MICROBATCHES or job.cluster.size > MOST_DEVICES:
         return
     sets = product(*(range(count + 1) for count in job.cluster.counts))
     possible = [counts for counts in sets if 0 < sum(counts) <= len(job.parts)]
-    names = [n for n in job.schedules if sum(_num_splits(planner, counts, n) for counts in possible) <= MOST_SPLITS]
+    names = [n for n in job.schedules if sum(_num_splits(search, counts, n) for counts in possible) <= MOST_SPLITS]
     if not names:
         return
     layouts = list(islice(_sets_of(possible, job.cluster.counts, job.num_microbatches), MOST_LAYOUTS + 1))
@@ -49,11 +49,11 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
         return
     queue: list[tuple[float, int, tuple[_Pipelines, ...], list[int]]] = []  # the second breaks ties
     for name in names:
-        pipelines = {counts: _Pipelines(planner, counts, name) for counts in possible}
+        pipelines_of = {counts: _Pipelines(search, counts, name) for counts in possible}
         for layout in layouts:
             # On single ranks there is only one schedule.
             if len(layout) >= job.least_pipelines and (name == names[0] or any(sum(counts) > 1 for counts in layout)):
-                chosen = tuple(pipelines[counts] for counts in layout)
+                chosen = tuple(pipelines_of[counts] for counts in layout)
                 bound, shares = _bound(chosen, job.num_microbatches)
                 queue.append((bound, len(queue), chosen, shares))
     heapify(queue)
@@ -75,29 +75,27 @@ def exact_layouts(planner: Candidates, most: int) -> Iterator[Candidate]:
             heappush(queue, (bound, place, chosen, shares))
             continue
         pairs = list(zip(chosen, shares, strict=True))
-        if all(count in candidates.found for candidates, count in pairs):
-            candidate = [
-                (best, count) for candidates, count in pairs if (best := candidates.found[count][1]) is not None
-            ]
-            plan = planner.realise(candidate)
+        if all(count in pipelines.found for pipelines, count in pairs):
+            candidate = [(best, count) for pipelines, count in pairs if (best := pipelines.found[count][1]) is not None]
+            plan = search.realise(candidate)
             left -= 1
             if plan is not None:
                 heappush(together, (plan.seconds, place, candidate))
             continue
-        for candidates, count in pairs:
-            candidates.simulate(count)
+        for pipelines, count in pairs:
+            pipelines.simulate(count)
         heappush(queue, (bound, place, chosen, shares))
 
 
 class _Pipelines:
     """All pipelines of certain devices under a schedule."""
 
-    def __init__(self, planner: Candidates, counts: Counts, name: str) -> None:
+    def __init__(self, search: LayoutSearch, counts: Counts, name: str) -> None:
         # By number of microbatches, the seconds of the fastest that was simulated, and it.
         self.found: dict[int, tuple[float, CandidatePipeline | None]] = {}
-        self._planner, self._name, self._depth = planner, name, sum(counts)
+        self._search, self._name, self._depth = search, name, sum(counts)
         self._bounds: dict[int, np.ndarray] = {}
-        job = planner.job
+        job = search.job
         schedule = schedule_of(name, self._depth, 1)
         mapping, splits = schedule.stage_to_rank, schedule.splits_backward
         orders = product(range(len(counts)), repeat=self._depth) if len(mapping) <= len(job.parts) else ()
@@ -166,8 +164,8 @@ class _Pipelines:
             if bounds[order, row] >= best[0] * (1 - ROUNDING):
                 break
             sizes = tuple(np.diff(self._ends[row]).tolist())
-            pipeline = self._planner.pipeline_of(self._orders[order], sizes, self._name)
-            seconds, _ = self._planner.simulated(pipeline, microbatches)
+            pipeline = self._search.pipeline_of(self._orders[order], sizes, self._name)
+            seconds, _ = self._search.simulated(pipeline, microbatches)
             if seconds < best[0]:
                 memories = memory_of_ranks(schedule, held_by_stages(pipeline.units))
                 if all(memory.total <= limit for memory, limit in zip(memories, self._limits[order, 0], strict=True)):
@@ -180,10 +178,10 @@ def _bound(chosen: Sequence[_Pipelines], microbatches: int) -> tuple[float, list
     return max(pipeline.seconds(count) for pipeline, count in zip(chosen, counts, strict=True)), counts
 
 
-def _num_splits(planner: Candidates, counts: Counts, name: str) -> int:
+def _num_splits(search: LayoutSearch, counts: Counts, name: str) -> int:
     stages = len(schedule_of(name, sum(counts), 1).stage_to_rank)
     orders = math.factorial(sum(counts)) // math.prod(map(math.factorial, counts))
-    return orders * math.comb(len(planner.job.parts) - 1, stages - 1)
+    return orders * math.comb(len(search.job.parts) - 1, stages - 1)
 
 
 def _sets_of(templates: Sequence[Counts], free: Counts, deepest: int) -> Iterator[tuple[Counts, ...]]:

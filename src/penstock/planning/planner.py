@@ -9,7 +9,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from penstock.layout.partition import partition, split_into
-from penstock.planning.candidates import Candidate, Candidates, some_depths
+from penstock.planning.candidates import Candidate, LayoutSearch, some_depths
 from penstock.planning.exact import exact_layouts
 from penstock.planning.memory import HeldBytes, readable
 from penstock.planning.plan import Job, Plan, are_apart, schedule_of
@@ -21,10 +21,11 @@ class Infeasible(ValueError):
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
-    """The best plans, fastest first. Those of a small job are exact. Besides, layouts that are good by formula are
-    looked at under every schedule, by rising bounds; the pipelines of those that may be among the best are simulated
-    alone, and the best of them all together on their nodes, with the reduction of gradients."""
-    planner = Candidates(job)
+    """The best plans, fastest first. For a small job they are the best of all layouts, but for what `exact` leaves out.
+    Besides, layouts that are good by formula are looked at under every schedule, by rising bounds; the pipelines of
+    those that may be among the best are simulated alone, and the best of them all together on their nodes, with the
+    reduction of gradients."""
+    search = LayoutSearch(job)
     plans: list[Plan] = []
     seen = set()
 
@@ -32,16 +33,16 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
         key = frozenset(
             Counter((pipeline.name, pipeline.classes, pipeline.sizes, count) for pipeline, count in candidate).items()
         )
-        plan = None if key in seen else planner.realise(candidate)
+        plan = None if key in seen else search.realise(candidate)
         seen.add(key)
         if plan is not None:
             insort(plans, plan, key=lambda plan: (plan.seconds, len(plan.devices)))
 
-    for candidate in exact_layouts(planner, most):
+    for candidate in exact_layouts(search, most):
         add(candidate)
     # Bounds, and estimates of what is not simulated as a whole yet, the most promising first; the third breaks ties. An
     # estimate is no bound, but the bounds of what is not estimated yet are: the search ends where both are no better.
-    queue = [(bound, False, place, candidate) for place, (bound, candidate) in enumerate(planner.under_schedules())]
+    queue = [(bound, False, place, candidate) for place, (bound, candidate) in enumerate(search.under_schedules())]
     while queue:
         seconds, is_estimate, place, candidate = heappop(queue)
         if len(plans) >= most and seconds >= plans[most - 1].seconds:
@@ -49,7 +50,7 @@ def make_plans(job: Job, most: int = 5) -> list[Plan]:
         if is_estimate:
             add(candidate)
         else:
-            seconds, candidate = planner.estimate(candidate)
+            seconds, candidate = search.estimate(candidate)
             heappush(queue, (seconds, True, -place, candidate))
     if not plans:
         raise explain(job)
@@ -97,7 +98,7 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
     and as many microbatches, or one more where these cannot be divided, and units are balanced by cost whatever the
     devices' speeds.
     """
-    cluster, planner = job.cluster, Candidates(job)
+    cluster, search = job.cluster, LayoutSearch(job)
     ways: list[tuple[float, int, list[Sequence[int]], Candidate]] = []
     for ranks in range(1, min(cluster.size, len(job.parts)) + 1) if depth is None else [depth]:
         count = min(cluster.size // ranks, job.num_microbatches)
@@ -109,15 +110,15 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
             continue
         sizes = partition(job.seconds, [1.0] * num_stages).sizes
         classes = [tuple(cluster.class_of_device[device] for device in own) for own in devices]
-        alike = {own: planner.pipeline_of(own, sizes, schedule) for own in set(classes)}
+        alike = {own: search.pipeline_of(own, sizes, schedule) for own in set(classes)}
         each, more = divmod(job.num_microbatches, count)
         candidate = [(alike[own], each + (index < more)) for index, own in enumerate(classes)]
-        ways.append((planner.bound(candidate), ranks, devices, candidate))
+        ways.append((search.bound(candidate), ranks, devices, candidate))
     best: Plan | None = None
     for bound, _, devices, candidate in sorted(ways, key=lambda way: way[:2]):
         if best is not None and bound >= best.seconds:
             break
-        plan = planner.realise_on(devices, candidate)
+        plan = search.realise_on(devices, candidate)
         if plan is not None and (best is None or plan.seconds < best.seconds):
             best = plan
     return best
@@ -169,7 +170,7 @@ def explain(job: Job) -> Infeasible:
             f"gradients and optimizer), but all devices together have {readable(sum(most))}: "
             f"{readable(whole.with_live(1) - sum(most))} short"
         )
-    templates = [template for some in Candidates(job).templates() for template in some]
+    templates = [template for some in LayoutSearch(job).templates() for template in some]
     if not templates:
         factor = _missing_memory(job)
         sizes = ", ".join(f"{readable(factor * kind.memory)} instead of {readable(kind.memory)}" for kind in classes)
@@ -202,7 +203,7 @@ def _missing_memory(job: Job) -> float:
 
     def fits(factor: float) -> bool:
         classes = tuple(replace(kind, memory=kind.memory * factor) for kind in job.cluster.classes)
-        return any(Candidates(replace(job, cluster=replace(job.cluster, classes=classes))).templates())
+        return any(LayoutSearch(replace(job, cluster=replace(job.cluster, classes=classes))).templates())
 
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

@@ -47,7 +47,7 @@ class StageSplit:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The best splits for a number of devices of each class."""
+    """The best splits for a number of devices of each class. It is no user's `PipelineTemplate`, which is one split."""
 
     counts: Counts
     times: tuple[tuple[float, float], ...]  # `slowest` and `total` of each; none is better than another in both
@@ -263,11 +263,11 @@ def _deepest_mixture(num_classes: int) -> int:
 
 
 def layouts(
-    templates: Sequence[Template], limits: Counts, microbatches: int, copies: int, tolerance: float = 0.0
+    templates: Sequence[Template], limits: Counts, microbatches: int, fewest: int, tolerance: float = 0.0
 ) -> Iterator[tuple[float, list[StageSplit]]]:
     """Layouts by falling time of a step, by formula; the last is the best, or slower by at most the share `tolerance`.
-    Nothing if there is none. Each pipeline gets at least one of the microbatches."""
-    if not templates or microbatches < copies:
+    Nothing if there is none. Each of the pipelines, `fewest` or more, gets at least one of the microbatches."""
+    if not templates or microbatches < fewest:
         return
     # By template and alternative: `slowest` and `total`, infinite where there are fewer.
     times = np.full((2, len(templates), max(len(template.times) for template in templates)), np.inf)
@@ -290,7 +290,7 @@ def layouts(
         with np.errstate(invalid="ignore"):
             room = np.where(total <= within * (1 + ROUNDING), (within - total) / slowest + ROUNDING + 1, 0.0).max(1)
         worth = np.minimum(np.floor(room), microbatches).astype(int)
-        picked = _fill(worth, weights, np.array(limits), microbatches, copies)
+        picked = _fill(worth, weights, np.array(limits), microbatches, fewest)
         if picked is None:
             if is_last or found is None:
                 return
@@ -303,11 +303,11 @@ def layouts(
         yield found, [template.split_for(count) for template, count in zip(chosen, counts, strict=True)]
 
 
-def _fill(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
+def _fill(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, fewest: int) -> list[int] | None:
     """A knapsack: templates that are worth so many microbatches together; None if there are none."""
     able = np.nonzero(worth > 0)[0]
-    solve = _exactly if math.prod(map(int, limits + 1)) * (copies + 1) <= MOST_STATES else _rounded
-    picked = solve(worth[able], weights[able], limits, enough, copies) if len(able) else None
+    solve = _exactly if math.prod(map(int, limits + 1)) * (fewest + 1) <= MOST_STATES else _rounded
+    picked = solve(worth[able], weights[able], limits, enough, fewest) if len(able) else None
     if picked is None:
         return None
     chosen = [int(able[index]) for index in picked]
@@ -315,16 +315,16 @@ def _fill(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: in
     for index in sorted(chosen, key=lambda index: worth[index]):
         if len(chosen) > enough and worth[chosen].sum() - worth[index] >= enough:
             chosen.remove(index)
-    return chosen if worth[chosen].sum() >= enough and copies <= len(chosen) <= enough else None
+    return chosen if worth[chosen].sum() >= enough and fewest <= len(chosen) <= enough else None
 
 
-def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
-    """Dynamic programming over the devices used of each class, and the number of pipelines up to `copies`."""
+def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, fewest: int) -> list[int] | None:
+    """Dynamic programming over the devices used of each class, and the number of pipelines up to `fewest`."""
     strides = np.concatenate([np.cumprod((limits + 1)[::-1])[-2::-1], [1]]).astype(int)
     offsets = weights @ strides
     states = list(product(*(range(limit + 1) for limit in limits)))
-    best = np.full((copies + 1, len(states)), -(10**12))
-    source = np.full((copies + 1, len(states), 2), -1)
+    best = np.full((fewest + 1, len(states)), -(10**12))
+    source = np.full((fewest + 1, len(states), 2), -1)
     best[0, 0] = 0
     for place, used in enumerate(states):
         able = np.nonzero((weights <= used).all(1))[0]
@@ -332,11 +332,11 @@ def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough:
             values = best[:, place - offsets[able]] + worth[able]
             choice = values.argmax(1)
             for have, index in enumerate(choice):
-                then = min(have + 1, copies)
+                then = min(have + 1, fewest)
                 if values[have, index] > best[then, place]:
                     best[then, place] = values[have, index]
                     source[then, place] = able[index], have
-    place, have = int(best[copies].argmax()), copies
+    place, have = int(best[fewest].argmax()), fewest
     if best[have, place] < enough:
         return None
     chosen = []
@@ -347,7 +347,7 @@ def _exactly(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough:
     return chosen
 
 
-def _rounded(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, copies: int) -> list[int] | None:
+def _rounded(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, fewest: int) -> list[int] | None:
     """The linear program's pipelines, rounded down, and the devices left over filled one pipeline at a time."""
     amounts = _linear_program(worth.astype(float), weights.T.astype(float), limits.astype(float))
     if worth @ amounts < enough - 0.5:  # nothing whole does better
@@ -356,7 +356,7 @@ def _rounded(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough:
     chosen = [int(index) for index in np.nonzero(whole)[0] for _ in range(whole[index])]
     left = limits - whole @ weights
     while len(fitting := np.nonzero((weights <= left).all(1))[0]):
-        if math.prod(left + 1) * (copies + 1) <= MOST_STATES and len(chosen) >= copies:
+        if math.prod(left + 1) * (fewest + 1) <= MOST_STATES and len(chosen) >= fewest:
             return chosen + (_exactly(worth, weights, left, 0, 0) or [])
         index = int(fitting[np.argmax(worth[fitting] / weights[fitting].sum(1))])
         chosen.append(index)

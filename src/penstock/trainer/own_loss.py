@@ -5,8 +5,8 @@ stage has outputs, one microbatch at a time. So a training step calls `compute_l
 
 1. To record, before the step, on each rank and microbatch: what does it call the model with? A stand-in for the model
    ends it there (`arguments`).
-2. To share, on the last stage, as the criterion, for each mean in the loss: what is the microbatch's share of it? A
-   stand-in for the model returns the outputs that are there (`share_of_loss`).
+2. To compute, on the last stage, as the criterion: the microbatch's share of each mean in the loss. A stand-in for the
+   model returns the outputs that are there (`share_of_loss`).
 3. To log, once after the step, on every rank: it is given the outputs of the whole batch, and logs what it logs in one
    process (`loss_and_metrics_of_batch`).
 
@@ -173,9 +173,9 @@ class OwnLoss(TrainerAdapter):
         """The loss is averaged over pipelines, as DDP averages over processes; and over the batches of an accumulation,
         unless it is divided for these already.
 
-        Whether it is, transformers' `loss_is_scaled_for_ga` says: True or False in a class. With None the Trainer looks
-        whether the loss was given the number of labels in the accumulation to divide by; of the adapters with a
-        `compute_loss` of their own `UsersLoss` gives it that.
+        transformers' `loss_is_scaled_for_ga` says whether it is: classes of trainers set it to True or False. If it is
+        None, the loss is divided already if it was given the number of labels in the accumulation. Among the adapters
+        of trainers with a `compute_loss` of their own, only `UsersLoss` passes that number.
         """
         trainer = self.trainer
         scaled = trainer.loss_is_scaled_for_ga

@@ -185,10 +185,10 @@ class EqualPipelines(Pipelines):
         batch, and for all but the last inside `accelerator.no_sync(model)`, which is `PipelineModel.no_sync`."""
         trainer, adapter, engine = self.trainer, self.adapter, self.engine
         batch = trainer._prepare_inputs(inputs)
-        inputs = adapter.step_inputs(batch, num_items_in_batch)
-        divisor, metrics = adapter.divisor(inputs), self.metrics(batch)
+        step_inputs = adapter.step_inputs(batch, num_items_in_batch)
+        divisor, metrics = adapter.divisor(step_inputs), self.metrics(batch)
         with trainer.compute_loss_context_manager():
-            loop = engine.train(inputs, adapter.criterion)
+            loop = engine.train(step_inputs, adapter.criterion)
             for output in loop:
                 metrics.add(output, loop.inputs)
                 trainer.accelerator.backward(output.loss / divisor)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.runtime.comm.gloo import FITS_IN_A_SOCKET, Waitable, wait_for_transfer
+from penstock.runtime.comm.gloo import WATCHED_FROM_BYTES, Waitable, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.report import label
 
@@ -109,7 +109,7 @@ class P2PChannel:
         self._peer = peer
         self._peer_in_group = dist.get_group_rank(group, peer)
         # From so many bytes on a wait is watched; not on an accelerator, where a stream waits and not this thread.
-        self._large = math.inf if channels.converts else FITS_IN_A_SOCKET
+        self._large = math.inf if channels.converts else WATCHED_FROM_BYTES
         self._tag = (boundary * len(Message) + kind) * TAGS_PER_CHANNEL
         self.posted: deque[tuple[list[torch.Tensor], Waitable]] = deque()
         self._in_flight: deque[tuple[list[torch.Tensor], Waitable]] = deque()

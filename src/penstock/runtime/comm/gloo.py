@@ -33,9 +33,10 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
 # The most ranks of which `in_trees` connects all pairs.
 MOST_FULLY_CONNECTED = 5
-# Bytes of a message that the system takes at once. Where one side was killed, sends and receives of 8 MB never ended in
-# one of four runs, those of 800 kB in none of 60.
-FITS_IN_A_SOCKET = 1 << 17
+# From so many bytes on the wait for a message is watched. Where one side was killed, sends and receives of 8 MB never
+# ended in one of four runs, those of 800 kB in none of 60: this is well below, as how much a socket takes at once
+# differs between systems.
+WATCHED_FROM_BYTES = 1 << 17
 # Of the first message of a pair, and of one that nobody sends.
 _FIRST_TAG, _NO_TAG = (1 << 30) - 2, (1 << 30) - 1
 _AT_ONCE = timedelta(milliseconds=1)
@@ -192,7 +193,7 @@ def leave_behind(group: dist.ProcessGroup | None) -> None:
 def wait_for_transfer(work: Waitable, num_bytes: int, check: Callable[[], object]) -> None:
     """Wait for a send or a receive of so many bytes; `check` ends the wait by what it raises. If the other side dies in
     the middle of a message, gloo tells nobody and nothing wakes who waits: the wait for a large one is left behind."""
-    if num_bytes < FITS_IN_A_SOCKET:
+    if num_bytes < WATCHED_FROM_BYTES:
         work.wait()
         return
     outcome = in_thread(work.wait, "penstock-transfer")

@@ -56,14 +56,15 @@ class _Peer:
 
     def __init__(self, connection: socket.socket, rank: int | None = None):
         self.connection = connection
-        # The one we called, or None until the one who called us has said who it is.
+        # The rank that this one connected to, or None until a rank that connected here has said which it is.
         self.rank = rank
         self.called = rank is not None
         # Whether both have proved who they are.
         self.confirmed = False
-        # The one we called, as it says in the store; the number that was made for this connection here, and there.
+        # What the rank that this one connected to says of itself in the store.
         self.address: dict[str, Any] = {}
-        self.number, self.theirs = secrets.token_hex(16), ""
+        # What makes the proofs those of this connection: a random number (nonce) of each side.
+        self.own_nonce, self.other_nonce = secrets.token_hex(16), ""
         self.received = b""
         self.left = False
         self.since = time.monotonic()
@@ -270,7 +271,7 @@ class Ring:
         except OSError:
             return
         peer = _Peer(connection)
-        peer.send({"number": peer.number})
+        peer.send({"number": peer.own_nonce})
         with self._lock:
             self._peers.append(peer)
 
@@ -301,20 +302,20 @@ class Ring:
         if peer.rank is None:
             caller = int(message["calls"])
             token, news = self.address["token"], message["news"]
-            if not proves(message["proof"], "calls", caller, token, peer.number, message["number"], news):
+            if not proves(message["proof"], "calls", caller, token, peer.own_nonce, message["number"], news):
                 raise ValueError("the caller is no rank of this job")
             if news is not None:
                 self._on_news(caller, news)
                 return
             peer.rank, peer.confirmed = caller, True
             self._gone.discard(peer.rank)
-            peer.send({"proof": proof("answers", token, peer.number, message["number"])})
+            peer.send({"proof": proof("answers", token, peer.own_nonce, message["number"])})
             self._catch_up(peer)
         elif not peer.confirmed and "number" in message:
-            peer.theirs = message["number"]
-            peer.send(self._call(peer.address, peer.theirs, peer.number))
+            peer.other_nonce = message["number"]
+            peer.send(self._call(peer.address, peer.other_nonce, peer.own_nonce))
         elif not peer.confirmed:
-            if not proves(message["proof"], "answers", peer.address["token"], peer.theirs, peer.number):
+            if not proves(message["proof"], "answers", peer.address["token"], peer.other_nonce, peer.own_nonce):
                 raise ValueError("who answers is no rank of this job")
             peer.confirmed = True
             self._catch_up(peer)
@@ -326,7 +327,7 @@ class Ring:
                 known = (origin, number) in self._heard
                 self._heard.add((origin, number))
             if not known:
-                self._pass_on(message, but=peer)
+                self._pass_on(message, excluded=peer)
                 self._on_news(origin, message["news"])
 
     def _drop(self, peer: _Peer) -> None:
@@ -351,17 +352,17 @@ class Ring:
             self._on_lost(rank)
 
     def _call(
-        self, address: dict[str, Any], theirs: str, number: str, news: dict[str, Any] | None = None
+        self, address: dict[str, Any], other_nonce: str, own_nonce: str, news: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What is said to a rank that is called, and has made the number `theirs`; with the news that is all of it."""
-        proved = proof("calls", self._rank, address["token"], theirs, number, news)
-        return {"calls": self._rank, "number": number, "news": news, "proof": proved}
+        """What is said to a rank that is connected to, which has made `other_nonce`; with `news`, that is all of it."""
+        proved = proof("calls", self._rank, address["token"], other_nonce, own_nonce, news)
+        return {"calls": self._rank, "number": own_nonce, "news": news, "proof": proved}
 
-    def _pass_on(self, message: dict[str, Any], but: _Peer | None = None) -> None:
+    def _pass_on(self, message: dict[str, Any], excluded: _Peer | None = None) -> None:
         with self._lock:
             if message["lasting"]:
                 self._latest.append(message)
-            peers = [peer for peer in self._peers if peer is not but and peer.confirmed]
+            peers = [peer for peer in self._peers if peer is not excluded and peer.confirmed]
         for peer in peers:
             peer.send(message)
 
