@@ -165,13 +165,13 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
 
         from penstock.api.builder import remember_example_inputs
         from penstock.checking.check import build_on_meta
-        from penstock.checking.reasons import taken
+        from penstock.checking.reasons import inputs_of_forward
 
         given: Any = named(inputs)
         given = given() if callable(given) else given
         found = found if isinstance(found, nn.Module) else build_on_meta(found)
         # What the forward does not take is for a criterion.
-        remember_example_inputs(found, taken(found, given) if isinstance(given, Mapping) else given)
+        remember_example_inputs(found, inputs_of_forward(found, given) if isinstance(given, Mapping) else given)
     return found
 
 
