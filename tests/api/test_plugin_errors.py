@@ -98,6 +98,7 @@ def test_other_wrong_pipelines_are_named(pipelines: Any, counts: Any, error: typ
         ({"context_parallel_size": 0}, ValueError, "context_parallel_size must be at least 1, got 0"),
         ({"context_parallel_size": 2, **ELASTIC}, ValueError, "with elastic=: .* share no sequences"),
         ({"precision": "fp8"}, ValueError, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
+        ({"max_norm": None}, TypeError, r"max_norm must be a number, got None \(NoneType\)"),
         ({"max_norm": -1}, ValueError, "max_norm must not be negative, got -1"),
         ({"patience": float("inf")}, ValueError, "patience must be a positive number of seconds, got inf"),
         ({"sharded_optimizer": 0}, ValueError, "sharded_optimizer must be .* number of ranks .*, got 0"),
@@ -289,7 +290,12 @@ def configure_differently(what: str) -> str:
     model = FAMILIES["gpt2"].build(**({"n_positions": 80} if odd and what == "model" else {}))
     entries = {"sliding_attention": {1e4}, "full_attention": [1e6]}
     model.config.rope_parameters = dict(reversed(entries.items())) if odd else entries
-    plugin = HeterogeneousParallelPlugin(microbatch_size=2, max_norm=1.0 if odd and what == "max_norm" else 0.0)
+    plugin = HeterogeneousParallelPlugin(
+        microbatch_size=2,
+        max_norm=1.0 if odd and what == "max_norm" else 0.0,
+        precision="fp16",
+        growth_interval=5 if odd and what == "growth_interval" else 1000,
+    )
     template = PipelineTemplate.balanced(model, 2)
     plugin.set_pipelines([template], [3 if odd and what == "microbatches" else 2])
     try:
@@ -304,6 +310,7 @@ def test_ranks_that_were_given_different_things_all_say_so(pool: Pool) -> None:
     words = {
         "model": "n_positions is 64 on rank 0 and 80 on rank 1",
         "max_norm": "max_norm is 0.0 on rank 0 and 1.0 on rank 1",
+        "growth_interval": "the loss scale's growth_interval is 1000 on rank 0 and 5 on rank 1",
         "microbatches": "num_microbatches is (2,) on rank 0 and (3,) on rank 1",
     }
     for *messages, alike in pool.run(

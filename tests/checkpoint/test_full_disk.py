@@ -41,7 +41,7 @@ def refuse(directory: Path, *parts: str, intact: bool = True, **options: Any) ->
     for result in save(split_copies(gpt2(2), 2), directory, **options):
         assert isinstance(result, CheckpointError), result
         text = str(result)
-        before_or_this = f"{directory} holds a whole checkpoint: the previous one, or already this one"
+        before_or_this = f"the checkpoint in {directory}, if any, is whole: the previous one, or already this one"
         assert (f"that was in {directory} before, if any, is intact" if intact else before_or_this) in text, text
         assert "rank " in text and "Errno" not in text and "os error" not in text, text
         for part in parts:

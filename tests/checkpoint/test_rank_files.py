@@ -76,11 +76,21 @@ def test_only_the_writing_pipeline_writes(tmp_path) -> None:
     assert_hold_together(loaded(tmp_path), reference)
 
 
-def test_ranks_that_were_asked_for_different_things_all_raise(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "differing",
+    [
+        {"folder": ("0", "1")},
+        {"max_shard_size": ("50GB", "20KB")},
+        {"save_original_format": (True, False)},
+    ],
+)
+def test_ranks_that_were_asked_for_different_things_all_raise(differing: dict[str, tuple[Any, Any]], tmp_path) -> None:
     models = split_copies(gpt2(), 2)
 
     def work(rank: int, comm) -> None:
-        save_parallelized(models[rank], tmp_path / str(rank), world_comm=comm)
+        options = {name: values[rank] for name, values in differing.items()}
+        folder = tmp_path / options.pop("folder", "same")
+        save_parallelized(models[rank], folder, world_comm=comm, merge_checkpoints=True, **options)
 
     for error in on_ranks(2, work):
         assert isinstance(error, CheckpointError)

@@ -20,6 +20,10 @@ from penstock import Elastic
         ({"start": 0}, ValueError, "start must be at least 1, got 0"),
         ({"gather": 0}, ValueError, "gather must be positive, got 0"),
         ({"hang_timeout": float("nan")}, ValueError, "hang_timeout must be positive, got nan"),
+        *(
+            ({name: None}, TypeError, rf"{name} must be a number, got None \(NoneType\)")
+            for name in ("gather", "hang_timeout", "bandwidth", "horizon")
+        ),
         ({"memory": -1e9}, ValueError, "memory must be positive, got -1000000000.0"),
         ({"templates": ["1x3"]}, TypeError, "templates must be PipelineTemplates, got '1x3'"),
         ({"run": ""}, ValueError, "run must be a name, got ''"),
@@ -30,4 +34,4 @@ def test_wrong_settings_of_an_elastic_run_are_named(
 ) -> None:
     with pytest.raises(error, match=message):
         Elastic(**{"store": "tcp://head:29400", **settings})
-    assert Elastic("tcp://head:29400").start is None
+    assert Elastic("tcp://head:29400", memory=None).start is None

@@ -9,6 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -503,9 +504,12 @@ class HeterogeneousParallelPlugin:
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
+        facts = self.settings.facts()
+        if self._loss_scale is not None:
+            facts |= {f"the loss scale's {name}": value for name, value in asdict(self._loss_scale).items()}
         if self.settings.elastic is not None:
-            return self.settings.facts() | self.more_facts
-        return self.settings.facts() | {
+            return facts | self.more_facts
+        return facts | {
             "the plugin's pipelines": self.pipelines,
             "the plugin's num_microbatches": self.num_microbatches,
             "the pipelines' schedules": [summary(schedule) for schedule in self._known_pipelines.schedules],

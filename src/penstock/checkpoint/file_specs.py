@@ -51,8 +51,8 @@ class SavingReport:
 
     Attributes:
         holdings: the tensors that it can give.
-        to_write: the names of those that it writes, where each is written once; of a rank of another pipeline than the
-            first those that it writes nevertheless.
+        candidates: where each tensor is written once, or by a rank of another pipeline than the first: the names of
+            those that this rank writes unless a rank before it does.
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.
@@ -60,7 +60,7 @@ class SavingReport:
 
     place: SavingRank
     holdings: dict[str, HeldTensor] = field(default_factory=dict)
-    to_write: list[str] = field(default_factory=list)
+    candidates: list[str] = field(default_factory=list)
     wanted: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class SavingReport:
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
-    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.to_write]
+    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.candidates]
     order = attrgetter("number", "tensor_parallel_rank")
     return sorted(writers, key=lambda rank: order(reports[rank].place))
 
@@ -125,8 +125,10 @@ class SaveFormat:
 
     @property
     def must_be_equal(self) -> list[Any]:
-        """What must be the same on all ranks."""
-        return [type(self).__name__, self.options.safe_serialization, self.options.variant]
+        """What must be the same on all ranks: all options by which each of them plans for itself."""
+        options = self.options
+        split_by = str(options.max_shard_size), bool(options.save_original_format)
+        return [type(self).__name__, options.safe_serialization, options.variant, *split_by]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         """Look at what this rank holds. The leader writes the small files to `folder`."""

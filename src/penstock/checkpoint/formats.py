@@ -308,9 +308,9 @@ class ParallelFormat(SaveFormat):
                 self._refuse_to_hide(os.path.dirname(folder))
                 self.sides = write_side_files(self.model, folder)
         once = self.once or not place.is_writer
-        to_write = [name for part in self._parts.values() for name in part] if once else []
+        candidates = [name for part in self._parts.values() for name in part] if once else []
         members, values = self._optimizer.members, self._optimizer.values
-        return SavingReport(place, holdings, to_write, members=members, values=values)
+        return SavingReport(place, holdings, candidates, members=members, values=values)
 
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, files, parts = writers_of(reports)[0], list[FileSpec](), self._to_write(reports, rank)
@@ -362,7 +362,7 @@ class ParallelFormat(SaveFormat):
             return parameter, state, place.tensor_parallel_rank if parameter in shards else 0
 
         before = [reports[writer] for writer in writers[: writers.index(rank)]]
-        written = {key(name, report.place) for report in before for name in report.to_write}
+        written = {key(name, report.place) for report in before for name in report.candidates}
         return {
             part: {name: tensor for name, tensor in tensors.items() if key(name, self._place) not in written}
             for part, tensors in self._parts.items()
@@ -370,6 +370,7 @@ class ParallelFormat(SaveFormat):
 
     def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> dict[str, Any]:
         path, place = os.path.join(folder, file.name), self._place
+        # In the table of contents a pipeline rank is called a stage.
         entry = {"part": file.part, "stage": place.number, "tensor_parallel_rank": place.tensor_parallel_rank}
         if isinstance(content, bytes):
             write_bytes(path, content)

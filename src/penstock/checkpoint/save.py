@@ -1,7 +1,8 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-All that Penstock writes into a folder goes one sequence over a plan of files (see `SaveFormat.plan`): `Save`. What a
-method of the model's own class writes is gathered by such a plan, too: see `model_methods.save_by_own_method`.
+`Save` writes all that Penstock writes into a folder, in one sequence of steps, by a plan of files (see
+`SaveFormat.plan`). What a method of the model's own class writes is gathered by such a plan, too: see
+`model_methods.save_by_own_method`.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
 which end when a rank is lost or the program destroys its groups. So each marks in the staging folder, which all ranks
@@ -123,7 +124,7 @@ class Save:
             self._together(
                 "putting the files in place",
                 lambda: self._commit(path, entries),
-                f"{self._directory} holds a whole checkpoint: the previous one, or already this one",
+                f"the checkpoint in {self._directory}, if any, is whole: the previous one, or already this one",
             )
 
     def run_in_background(self, saver: Saver, given_up: Callable[[], str | None]) -> None:
@@ -191,7 +192,7 @@ class Save:
                         f"was asked for {own}, but rank {rank} for {theirs}: give the same arguments on all ranks"
                     )
             own_report = self._format.report(self._place, path)
-            if (self._place.is_writer or own_report.to_write) and not os.path.isdir(path):
+            if (self._place.is_writer or own_report.candidates) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return own_report
 

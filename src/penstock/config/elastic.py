@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.configuration import check_count
+from penstock.config.configuration import check_count, check_number
 from penstock.modeling.pipeline_template import PipelineTemplate
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
@@ -62,7 +62,10 @@ class Elastic:
             check_count("start", self.start)
         for name in ("gather", "hang_timeout", "memory", "bandwidth", "horizon"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if name == "memory" and value is None:
+                continue
+            check_number(name, value)
+            if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         for template in self.templates:
             if not isinstance(template, PipelineTemplate):

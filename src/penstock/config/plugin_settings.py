@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.config.configuration import check_count, check_value, check_whole_head
+from penstock.config.configuration import check_count, check_number, check_value, check_whole_head
 from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.position import PATIENCE_SECONDS
@@ -49,6 +49,7 @@ class PluginSettings:
             check_count(name, getattr(self, name))
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        check_number("max_norm", self.max_norm)
         if not self.max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {self.max_norm}")
         check_schedule(self.schedule)

@@ -47,7 +47,8 @@ class MemberReport(MemberMessage):
     """A member's last report in a generation.
 
     Attributes:
-        calls: how many calls it has completed since the last one.
+        committed: how many updates it has made.
+        calls: how many calls it has completed since the last of these.
         dropped: of how many of them it has dropped the gradients.
         leaving: whether it will not be part of the next generation.
         ready: whether it is between two steps, where others can join.

@@ -95,7 +95,7 @@ class ElasticRun:
         # How many requests to change the members this generation, or an earlier one, has looked at.
         self._handled = generations.now.requests
         self._change: Change | None = None  # under way, until what was lost is done again
-        self._has_formed = True  # whether the generation that it led to came about
+        self._has_formed = True  # whether the generation to which the change led came about
         self._interrupted: list[Change] = []  # that formed, and were hit by a loss before their repeated work ended
         self._migration: Migration | None = None  # of the change under way
         self._redo_from = 0.0
@@ -378,7 +378,7 @@ class ElasticRun:
 
     def _catch_up(self, following: Generation) -> None:
         """Go to the step at which the next generation begins: that of a checkpoint, or, if another survivor has made
-        the last update, the one after it. Gradients are lost in any case."""
+        the last update, one step further. Gradients are lost in any case."""
         engine = self.engine
         if following.restore:
             self._log.go_back(engine.step_number)
@@ -408,9 +408,9 @@ class ElasticRun:
         values = from_elsewhere(self.states.optimizer) if following.restore else self.states.values(following)
 
         def timed_values(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
-            started = time.perf_counter()
+            begun = time.perf_counter()
             values(engine, taken, migration)
-            change.seconds["move"] = time.perf_counter() - started
+            change.seconds["move"] = time.perf_counter() - begun
             change.num_bytes = sum(tensor.nbytes for tensor in taken.values())
 
         change_layout(

@@ -48,9 +48,9 @@ class Way:
     recipe: Recipe
     checkpointing: bool  # whether activations are recomputed
     loss_chunk_tokens: int | None
-    plan: Plan | None  # the best one; None if it does not fit
-    larger: Plan | None = None  # then the one that it would be with more memory
-    reason: str = ""  # and why it does not fit
+    plan: Plan | None  # the best one; None if the model does not fit
+    larger: Plan | None = None  # if it does not fit: the plan that would need least memory
+    reason: str = ""  # if it does not fit: why
 
     @property
     def shown(self) -> Plan:
@@ -64,23 +64,24 @@ class Way:
 
     def bytes_by_kind(self) -> dict[str, float]:
         """Bytes on the fullest device: weights, gradients, optimizer, activations, logits, messages."""
-        rank, whole = self.shown.fullest
+        rank, memory = self.shown.fullest
         for pipeline in self.shown.pipelines:
             if rank < len(pipeline.devices):
                 break
             rank -= len(pipeline.devices)
 
-        def of_others(held: Sequence[HeldBytes]) -> float:
-            return whole.activations - memory_of_ranks(pipeline.schedule, held)[rank].activations
+        def of_removed(left: Sequence[HeldBytes]) -> float:
+            """The bytes of what `left` lacks."""
+            return memory.activations - memory_of_ranks(pipeline.schedule, left)[rank].activations
 
         *below, last = pipeline.stages
         head = replace(last[-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0)
-        logits = of_others(held_by_stages([*below, (*last[:-1], head)]))
+        logits = of_removed(held_by_stages([*below, (*last[:-1], head)]))
         held = held_by_stages(pipeline.stages)
-        messages = of_others([replace(stage, kept=stage.kept - stage.sent, received=0.0, sent=0.0) for stage in held])
+        messages = of_removed([replace(stage, kept=stage.kept - stage.sent, received=0.0, sent=0.0) for stage in held])
         return {
-            "weights": whole.weights, "gradients": whole.gradients, "optimizer": whole.optimizer,
-            "activations": max(0.0, whole.activations - logits - messages), "logits": logits, "messages": messages,
+            "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+            "activations": max(0.0, memory.activations - logits - messages), "logits": logits, "messages": messages,
         }  # fmt: skip
 
 
@@ -177,8 +178,8 @@ def _planned(jobs: Sequence[Job]) -> tuple[Plan | None, Plan | None, str]:
         return best_of(jobs, 1)[0][0], None, ""
     except Infeasible as error:
         classes = tuple(replace(kind, memory=float("inf")) for kind in jobs[0].cluster.classes)
-        whole = replace(jobs[0], cluster=replace(jobs[0].cluster, classes=classes))
-        plans = make_plans(whole, 16)
+        unlimited = replace(jobs[0], cluster=replace(jobs[0].cluster, classes=classes))
+        plans = make_plans(unlimited, 16)
         return None, min(plans, key=lambda plan: plan.fullest[1].total), str(error)
 
 

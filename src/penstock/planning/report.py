@@ -156,6 +156,7 @@ def fit_text(
         box=None, padding=(0, 1, 0, 0),
     )  # fmt: skip
     title = f"{about}. The fullest device, in {unit}. ckpt: activations recomputed; chunk: loss_chunk_tokens"
+    title += "; both: the two" * any(way.checkpointing and way.loss_chunk_tokens is not None for way in shown)
     title += "; sharded: ranks with the same weights divide the optimizer's state" * any(
         way.recipe.sharded for way in shown
     )

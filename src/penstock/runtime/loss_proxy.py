@@ -34,7 +34,7 @@ class LiveMicrobatch:
     """A microbatch between its forward and the end of its backward on one stage."""
 
     leaves: Sequence[torch.Tensor]  # of what was received, the tensors that require a gradient
-    sent: Sequence[torch.Tensor] = ()  # likewise
+    sent: Sequence[torch.Tensor] = ()  # of what was sent, likewise
     connected: bool = False  # whether the proxy's graph leads to `sent`
     loss: torch.Tensor | None = None
     output: Any = None

@@ -32,7 +32,7 @@ _ADDED = ("params", "param_names", "initial_lr")
 
 
 class Dependence(IntEnum):
-    """On what the update of one number of a weight depends besides its own gradients; the worst last."""
+    """What the update of one number of a weight depends on, besides its own gradients; the worst last."""
 
     NOTHING = 0
     MATRIX = 1  # on the rest of its weight
@@ -41,7 +41,7 @@ class Dependence(IntEnum):
 
 
 def dependence(optimizer: Optimizer, device: torch.device) -> Dependence:
-    """On what updates of `optimizer`, whose weights are on `device`, depend, as far as its steps show it."""
+    """What updates of `optimizer`, whose weights are on `device`, depend on, as far as its steps show it."""
     kinds = {str({**_options(group), "lr": 0}): group for group in optimizer.param_groups}
     return max((_dependence(optimizer, group, device) for group in kinds.values()), default=Dependence.NOTHING)
 

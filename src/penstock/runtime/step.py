@@ -66,8 +66,8 @@ class StepListener(Protocol):
 
 @dataclass(slots=True)
 class _DueBackward:
-    """A microbatch whose `backward()` the caller is to call: the output that is yielded for it, None from then on, its
-    loss, and whether the call has come."""
+    """A microbatch whose `backward()` the caller is to call. `output`: what is yielded for it, None from then on.
+    `called`: whether the call has come."""
 
     microbatch: int
     output: Any
@@ -106,7 +106,7 @@ class TrainingStep:
         self._posts = program.posts
         self._inputs = inputs
         self._last_microbatch = len(inputs.microbatches) - 1
-        self._reduce = reduces_gradients
+        self._reduces_gradients = reduces_gradients
         self._anything_shared = self._reducer.active
         # Whether the queues or the reducer want to know which backward is under way.
         self._marks_backwards = program.splits_backward or self._anything_shared
@@ -169,7 +169,7 @@ class TrainingStep:
         board = self._board
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._meet = meet
-        name = "training step" if self._reduce else "training step under no_sync()"
+        name = "training step" if self._reduces_gradients else "training step under no_sync()"
         board.position.enter(name, among=Among.ALL, detail=self)
         due_backwards = self._run_actions()
         fault: LoopError | None = None
@@ -269,6 +269,7 @@ class TrainingStep:
     def _forward(self, stage: int, microbatch: int) -> None:
         """Receive, compute, send."""
         last = stage == self._program.last
+        # The first stage computes while the ranks meet, unless it needs the loss's counts.
         if not self._begun and (stage or last):
             self._begin_together()
         received = self._to_previous[stage].recv_forward(microbatch)
@@ -277,7 +278,7 @@ class TrainingStep:
                 output, sent = self._compute(stage, microbatch, received, last)
         else:
             output, sent = self._compute(stage, microbatch, received, last)
-        if not self._begun:  # the first stage computes while the ranks meet, unless it needs the loss's counts
+        if not self._begun:
             self._begin_together()
         if not last:
             self._to_next[stage].send_forward(microbatch, sent)
@@ -370,7 +371,7 @@ class TrainingStep:
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
         live = self._live[top, microbatch]
-        autograd_engine.queue_callback(partial(self._backward_ends, microbatch, live))
+        autograd_engine.queue_callback(partial(self._callers_backward_ends, microbatch, live))
         gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
         self._interrupts.busy = before
         if gradients and not live.connected:
@@ -378,8 +379,8 @@ class TrainingStep:
             return ()
         return gradients
 
-    def _backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
-        """The user's `backward()` has come to its end. Send what the previous stage waits for, before the rest of the
+    def _callers_backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
+        """The caller's `backward()` has come to its end. Send what the previous stage waits for, before the rest of the
         loop's body."""
         if live.leaves:
             self._send_backward(self._program.top, microbatch, live)
@@ -402,10 +403,11 @@ class TrainingStep:
             else:
                 self._queues.open(stage, microbatch)
         if self._anything_shared:
-            final = self._position == program.final_backward and self._reduce
+            final = self._position == program.final_backward and self._reduces_gradients
             self._reducer.enter_backward(final)
 
     def _finish_backward(self, stage: int, microbatch: int) -> None:
+        """End an action B. On the top stage `_callers_backward_ends` came before."""
         if self._program.splits_backward:
             self._queues.close()
         live = self._live.pop((stage, microbatch))
@@ -420,7 +422,7 @@ class TrainingStep:
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         self._watch.noted = None
-        waited_for = self._anything_shared and self._reduce and self._position in self._program.final_weights
+        waited_for = self._anything_shared and self._reduces_gradients and self._position in self._program.final_weights
         self._queues.run(stage, microbatch, self._reducer.ready if waited_for else None)
 
     # -- the loss --------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ class TrainingStep:
         if left or interrupted:  # these say why themselves, and end this
             return left and only_some_left
         if only_some_left:
-            # A rank that left raises an error on every rank in place of this sum: that ends the wait for it.
+            # The ranks that left do not come to this sum: they raise on every rank, which ends the wait here.
             self._totals.sums([0.0], "asking who left the training step")
         if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
@@ -496,7 +498,7 @@ class TrainingStep:
         pipeline's loss and that of the global batch (shape (), where the stage computes), what the reduction took (None
         without one), and what is found of all ranks."""
         totals, reducer, report = self._totals, self._reducer, None
-        if self._reduce:
+        if self._reduces_gradients:
             reducer.launch_rest()
         values = self._values or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
         own = loss = torch.stack(values).sum()
@@ -504,7 +506,7 @@ class TrainingStep:
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
             totals.start(loss, mine)
-        if self._reduce and reducer.active:
+        if self._reduces_gradients and reducer.active:
             report = reducer.finish()
         if totals.shared:
             loss, found = totals.finish()

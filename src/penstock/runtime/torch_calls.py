@@ -41,7 +41,7 @@ OVER_ALL_PARAMETERS = {
     "DAdaptAdaGrad",
 }
 # Those that divide their state among all ranks, which they take for replicas.
-OVER_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
+DIVIDING_STATE = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
 # Those that compute an update from the whole of a matrix: its norm (bitsandbytes' LAMB), sums over its rows and
 # columns, products with itself.
 OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
@@ -209,8 +209,8 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
 
 
 def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Dependence:
-    """What a trial shows of an optimizer. None is made of torch's own, nor where every rank has all parameters, with
-    their gradients: there it does no harm."""
+    """What a trial shows of an optimizer. Torch's own are not tried. Nor is any where every rank has all parameters,
+    with their gradients: there a dependence does no harm."""
     divided = any(
         engine.layout.world_size > len(engine.layout.pipelines) or any(weight.owners for weight in engine.held)
         for engine in engines
@@ -232,7 +232,7 @@ def _is_torchs(kind: type[Optimizer]) -> bool:
 def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
     """What is known of an optimizer's class, and of its step with `closure`."""
     names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
-    if not names.isdisjoint(OVER_RANKS):
+    if not names.isdisjoint(DIVIDING_STATE):
         return Dependence.RANKS
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.

@@ -1,4 +1,4 @@
-"""What makes the schedules of the papers. Each generator emits compute only; `registry.build` is the one way in."""
+"""Generators of the papers' schedules. Each emits compute only; `registry.build` is the one way in."""
 
 from __future__ import annotations
 

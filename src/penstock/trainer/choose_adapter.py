@@ -36,7 +36,8 @@ OTHER_LOSS = (
 
 
 def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
-    """The adapter for a trainer of a class with the mixin: that of the first class below it with a loss of its own.
+    """The adapter for a trainer of a class with the mixin: that of the first class in its MRO with a loss of
+    its own.
 
     Raises:
         ValueError: there is none for a class with a loss of its own; names it.

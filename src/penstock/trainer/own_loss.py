@@ -72,8 +72,8 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `add_precomputed` and `precomputed_attributes`, `microbatches` and `join_rows`,
-    `terms`, `notes_in`.
+    What differs between trainers: `refuse_arguments`, `add_precomputed` and `precomputed_attributes`, `microbatches`
+    and `join_rows`, `terms`, `notes_in`.
     """
 
     # Where the trainer notes metrics until it logs them.

@@ -25,8 +25,8 @@ class CPO(OwnLoss):
 
     trainer_class = "trl.experimental.cpo.CPOTrainer"
     notes_in = ("_stored_metrics",)
-    # The method that gives the loss of each pair first.
-    loss_of_pairs = "cpo_loss"
+    # The trainer's method whose first result is the loss of each pair.
+    pair_loss_method = "cpo_loss"
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
         super().refuse_arguments(args)
@@ -40,7 +40,7 @@ class CPO(OwnLoss):
         return join_pairs(rows)
 
     def terms(self) -> Sequence[Term]:
-        over_tokens = {self.loss_of_pairs: self._no_preference, "aux_loss_enabled": False}
+        over_tokens = {self.pair_loss_method: self._no_preference, "aux_loss_enabled": False}
         return [
             Term(batch_size_of, {"concatenated_forward": self._without_likelihood}),
             Term(self.chosen_tokens, over_tokens),
@@ -55,7 +55,7 @@ class CPO(OwnLoss):
         return (*forward[:4], torch.zeros_like(forward[4]), *forward[5:])
 
     def _no_preference(self, *logps: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        losses, *metrics = getattr(self.trainer, self.loss_of_pairs)(*logps)
+        losses, *metrics = getattr(self.trainer, self.pair_loss_method)(*logps)
         return (torch.zeros_like(losses), *metrics)
 
 
@@ -63,7 +63,7 @@ class ORPO(CPO):
     """Here the log-probability is that of the prompts, too."""
 
     trainer_class = "trl.experimental.orpo.ORPOTrainer"
-    loss_of_pairs = "odds_ratio_loss"
+    pair_loss_method = "odds_ratio_loss"
 
     def chosen_tokens(self, batch: Mapping[str, Any]) -> int:
         return int(batch["chosen_attention_mask"][:, 1:].sum())
