@@ -544,6 +544,7 @@ def pair():
     return {"left": torch.zeros(6, 4), "right": torch.zeros(6, 4)}
 """
 SMALL = ("tests.cli.test_cli:small_gpt2", "--length", "8")
+SHARDED = ("--devices", "2", "--copies", "2", "--sharded-optimizer")
 UNKNOWN = ("plan", *SMALL, "--devices", "mine:1,3090:1")
 # A mistake, what is said, and the options that this asks for; None leaves one out.
 ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
@@ -578,10 +579,27 @@ ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
     (("plan", *SMALL, "--checkpointing", "some"), "give --checkpointing none or", {"--checkpointing": "none"}),
     (("plan", *SMALL, "--memory", "{between}"), "It fits with --checkpointing all", {"--checkpointing": "all"}),
     (
+        ("plan", *SMALL, *SHARDED, "--memory", "{with both}"),
+        "It fits with --checkpointing all",
+        {"--checkpointing": "all"},
+    ),
+    (
         ("plan", *SMALL, "--profile", "{profile}", "--quantization", "nf4", "--loss-chunk-tokens", "4"),
-        "give --quantization, --lora-rank and --loss-chunk-tokens to an estimate, without --profile, or "
-        "--loss-chunk-tokens to",
+        "give --quantization, --lora-rank, --inputs and --loss-chunk-tokens to an estimate, without --profile, or the",
         {"--profile": None, "--lora-rank": "16"},
+    ),
+    (
+        ("plan", "GPT2Model", "--length", "8", "--profile", "{profile}"),
+        "is of GPT2LMHeadModel, and not of GPT2Model: leave --profile out",
+        {"--profile": None},
+    ),
+    *(
+        (("plan", SMALL[0], "--profile", "{profile}", option, other), f"give {option} {measured}", {option: measured})
+        for option, other, measured in (
+            ("--length", "128", "8"),
+            ("--dtype", "bf16", "float32"),
+            ("--optimizer", "sgd", "adam"),
+        )
     ),
     (
         ("plan", *SMALL, "--profile", "{profile}", "--microbatch-size", "3"),
@@ -653,13 +671,16 @@ def places(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     pool.run(2, save_long_names, str(folder / "saved"))
     assert run("profile", *SMALL, "-o", folder / "profile.json").exit_code == 0
 
-    def needed(how: str) -> float:
-        plans = json.loads(run("plan", *SMALL, "--checkpointing", how, "--json").output)
-        return min(max(plan["pipelines"][0]["bytes of each rank"]) for plan in plans)
+    def needed(how: str, *more: str) -> float:
+        plans = json.loads(run("plan", *SMALL, "--checkpointing", how, *more, "--most", 50, "--json").output)
+        return min(max(max(each["bytes of each rank"]) for each in plan["pipelines"]) for plan in plans)
 
     names = {"own": "own_of_advice.py", "full": "full", "saved": "saved", "profile": "profile.json"}
     between = (needed("none") + needed("all")) / 2
-    return {name: str(folder / file) for name, file in names.items()} | {"between": f"{between:.0f}"}
+    with_one = min(needed("none", *SHARDED), needed("all", *SHARDED[:-1]))
+    with_both = (with_one + needed("all", *SHARDED)) / 2
+    memory = {"between": f"{between:.0f}", "with both": f"{with_both:.0f}"}
+    return {name: str(folder / file) for name, file in names.items()} | memory
 
 
 @pytest.mark.parametrize(("arguments", "said", "options"), ADVICE, ids=[said[:40] for _, said, _ in ADVICE])

@@ -120,7 +120,7 @@ def test_the_last_step_reads_as_a_sentence(pool: Pool, folder: Path) -> None:
     for each in told(pool, folder):
         assert re.fullmatch(
             r"<step: loss [\d.]+ \([\d.]+ of it here\), [\d.e-]+ s, [\d,]+ tokens/s, [\d,.e+]+ samples/s, "
-            r"3 microbatches, bubble [\d.]+%, [\d.e-]+ MB reduced, \d+% of it hidden>",
+            r"3 microbatches, bubble [\d.]+%, [\d.e-]+ MB reduced, \d+% of the time hidden>",
             each.words,
         ), each.words
 

@@ -45,12 +45,13 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def saved_in_files(folder: Path) -> Iterator[None]:
+def saved_in_files(folder: Path, model: torch.nn.Module) -> Iterator[None]:
     """What autograd saves is in files until the backward, as save_on_cpu() keeps it in the host's memory."""
     numbers = itertools.count()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> Path | torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter) or tensor.numel() < 1000:
+        if tensor.untyped_storage().data_ptr() in weights or tensor.numel() < 1000:
             return tensor
         path = folder / f"{next(numbers)}.pt"
         torch.save(tensor.clone(), path)
@@ -80,7 +81,7 @@ def trained(schedule: str, folder: Path) -> dict[str, tuple[Step, int]]:
                 model.gradient_checkpointing_enable({"use_reentrant": False, **(kept if "products" in way else {})})
             run_step(model, batch())  # shapes are learned
             model.zero_grad(set_to_none=False)
-            with saved_in_files(folder) if "files" in way else contextlib.nullcontext(), LiveBytes() as live:
+            with saved_in_files(folder, model) if "files" in way else contextlib.nullcontext(), LiveBytes() as live:
                 losses = run_step(model, batch())
             told[way] = Step(losses, gradients_of(model)), live.peak
     return told
@@ -97,6 +98,18 @@ def test_offloading_and_recomputing_are_exact_and_hold_less(pool: Pool, tmp_path
     ratios = {way: first[way] / first["nothing"] for way in WAYS}
     assert ratios["recomputed, files"] < ratios["recomputed"] < ratios["products kept"] < 1, ratios
     assert ratios["files"] < 0.7, ratios
+
+
+def test_files_hold_activations_and_no_weights(tmp_path: Path) -> None:
+    """A linear layer saves a view of its weight."""
+    model = build()
+    with saved_in_files(tmp_path, model):
+        model(**batch())
+    saved = [torch.load(path).flatten().sort().values for path in tmp_path.iterdir()]
+    assert saved
+    for name, weight in model.named_parameters():
+        values = weight.detach().flatten().sort().values
+        assert not any(torch.equal(values, one) for one in saved), name
 
 
 def with_weights_elsewhere() -> str:

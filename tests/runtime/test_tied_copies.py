@@ -116,10 +116,22 @@ class Transposed(nn.Module):
         return x
 
 
-def refused() -> str:
+class Enclosed(Transposed):
+    """`layers.0.weight` encloses the memory of its bias, and behind that the memory of another layer's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = nn.Linear(4, 4)
+        memory = torch.randn(16)
+        self.layers[0].weight = nn.Parameter(memory.view(4, 4))
+        self.layers[0].bias = nn.Parameter(memory[4:8])
+        self.layers[3].bias = nn.Parameter(memory[12:])
+
+
+def refused(kind: type[nn.Module]) -> str:
     with pytest.raises(NotImplementedError) as error:
         penstock.initialize(
-            Transposed(),
+            kind(),
             {"model_parallelism": {"pipeline_parallel_size": 2}},
             lambda output, _: output.sum(),
             example_inputs={"x": torch.zeros(1, 4)},
@@ -127,5 +139,6 @@ def refused() -> str:
     return str(error.value)
 
 
-def test_two_parameters_with_one_memory_are_refused_by_name(pool: Pool) -> None:
-    assert all("layers.0.weight and layers.3.weight" in words for words in pool.run(2, refused))
+@pytest.mark.parametrize(("kind", "other"), [(Transposed, "layers.3.weight"), (Enclosed, "layers.3.bias")])
+def test_two_parameters_with_one_memory_are_refused_by_name(pool: Pool, kind: type[nn.Module], other: str) -> None:
+    assert all(f"layers.0.weight and {other}" in words for words in pool.run(2, refused, kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.planning.fit import Recipe
+    from penstock.planning.profile import Profile
 
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option(help="Type of weights and activations: fp32, bf16 or fp16, or torch's names.")]
+OF_DTYPE = "Type of weights and activations: fp32, bf16 or fp16, or torch's names."
+Dtype = Annotated[str, typer.Option(help=OF_DTYPE)]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-Optimizer = Annotated[str, typer.Option(help="adam (two numbers for each weight) or sgd (none).")]
+OF_OPTIMIZER = "adam (two numbers for each weight) or sgd (none)."
+Optimizer = Annotated[str, typer.Option(help=OF_OPTIMIZER)]
 STATES = {"adam": 2, "sgd": 0}
 Chunk = Annotated[int | None, typer.Option(min=1, help="Tokens of which logits exist at once, as in the run.")]
 # What switches recomputed activations on in transformers, and in diffusers.
@@ -121,11 +125,12 @@ def profile(
                 whole, batch, length, device=where, optimizer_states=_states(optimizer),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
-            measured = replace(measured, inside=inside, between=between)
+            about = {**measured.about, "optimizer": optimizer}
+            measured = replace(measured, inside=inside, between=between, about=about)
         seconds = sum(unit.seconds for unit in measured.units)
-        about = f"{measured.model}: {len(measured.units)} units, {seconds:.4g} s for a microbatch on {where}, "
-        about += f"{readable(sum(unit.state for unit in measured.units))} of weights, gradients and optimizer; "
-        print(wrapped(f"{about}written to {measured.write(output)}"))
+        summary = f"{measured.model}: {len(measured.units)} units, {seconds:.4g} s for a microbatch on {where}, "
+        summary += f"{readable(sum(unit.state for unit in measured.units))} of weights, gradients and optimizer; "
+        print(wrapped(f"{summary}written to {measured.write(output)}"))
         for name, link in (("inside a node", measured.inside), ("between nodes", measured.between)):
             if link is not None:
                 print(f"link {name}: {link.latency * 1e6:.0f} microseconds, {readable(link.bandwidth)} a second")
@@ -148,10 +153,11 @@ def plan(
         int | None, typer.Option(*MICROBATCH, "--microbatch", min=1, help=OF_INPUTS.format(4))
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="What `penstock profile` wrote (default: estimated).")] = None,
-    length: Length = 128,
+    # Nothing by default, as a profile has its own.
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample (default: 128).")] = None,
     inputs: Inputs = None,
-    dtype: Dtype = "float32",
-    optimizer: Optimizer = "adam",
+    dtype: Annotated[str | None, typer.Option(help=f"{OF_DTYPE} Default: fp32.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{OF_OPTIMIZER} Default: adam.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
     schedule: Annotated[str, typer.Option(help="auto tries all that can be best; a name is the only one used.")] = AUTO,
@@ -170,7 +176,7 @@ def plan(
     quantization: Quantization = None,
     lora_rank: Rank = None,
     context_parallel: Annotated[
-        int, typer.Option(min=1, help="context_parallel_size: so many devices share every sequence.")
+        int, typer.Option(min=1, help="context_parallel_size: number of devices that share each sequence.")
     ] = 1,
     most: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON.")] = False,
@@ -194,26 +200,24 @@ def plan(
             known = " or ".join(f"--checkpointing {name}" for name in CHECKPOINTING)
             raise ValueError(f"{checkpointing!r} is no way to recompute activations: give {known}")
         if profile is not None:
-            if quantization or lora_rank or loss_chunk_tokens:
+            if quantization or lora_rank or loss_chunk_tokens or inputs:
                 raise ValueError(
-                    f"{profile} says what the model is: give --quantization, --lora-rank and --loss-chunk-tokens to an "
-                    "estimate, without --profile, or --loss-chunk-tokens to `penstock profile`"
+                    f"{profile} says what the model is: give --quantization, --lora-rank, --inputs and "
+                    "--loss-chunk-tokens to an estimate, without --profile, or the last two to `penstock profile`"
                 )
             found = Profile.read(profile)
+            type_name = None if dtype is None else str(_dtype(dtype)).removeprefix("torch.")
+            given: dict[str, int | str | None]
+            given = {"microbatch-size": microbatch, "length": length, "dtype": type_name, "optimizer": optimizer}
+            _refuse_others(profile, found, model, given)
             classes = parse_devices(devices, memory, speed, found.measured_on)
-            measured = int(found.about.get("microbatch", microbatch or 4))
-            if microbatch not in (None, measured):
-                raise ValueError(
-                    f"{profile} was measured with microbatches of {measured}: give --microbatch-size {measured}, or "
-                    "measure again"
-                )
-            microbatch = measured
+            microbatch = int(found.about.get("microbatch", 4))
         else:
             classes = parse_devices(devices, memory, speed)
-            whole, microbatch = _model(model, inputs, microbatch, 4, dtype, quantization, lora_rank)
+            whole, microbatch = _model(model, inputs, microbatch, 4, dtype or "float32", quantization, lora_rank)
             found = profile_model(
-                whole, microbatch, length,
-                operations_per_second=_fastest([kind.name for kind in classes]), optimizer_states=_states(optimizer),
+                whole, microbatch, length or 128, operations_per_second=_fastest([kind.name for kind in classes]),
+                optimizer_states=_states(optimizer or "adam"),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
         if schedule not in (AUTO, *schedule_names()):
@@ -234,7 +238,9 @@ def plan(
             plans, words = best_of([replace(job, checkpointing=how, sharded=share) for how, share in ways], most)
         except Infeasible as error:
             with suppress(Infeasible):
-                if checkpointing == "none" and best_of([replace(job, checkpointing=True)], 1):
+                if checkpointing == "none" and best_of(
+                    [replace(job, checkpointing=True, sharded=share) for share in shares], 1
+                ):
                     raise ValueError(f"{error}. It fits with --checkpointing all") from error
             raise
         plans, equal = with_equal_pipelines(plans, plans[0].job)
@@ -248,6 +254,23 @@ def plan(
         path = write_timeline(plans[0].simulation.events, plot, f"{found.model}: a step as predicted")
         if not as_json:
             print(f"drawn to {path}")
+
+
+def _refuse_others(file: Path, profile: Profile, model: str, given: Mapping[str, int | str | None]) -> None:
+    """Raise ValueError if MODEL is another class than that of the profile in `file`, or an option is `given` otherwise
+    than when it was measured."""
+    if model.isidentifier() and model[0].isupper() and not Path(model).exists() and model != profile.model:
+        raise ValueError(f"{file} is of {profile.model}, and not of {model}: leave --profile out, or measure {model}")
+    for option, value in given.items():
+        if value is None or value == (measured := profile.about.get(option.removesuffix("-size"))):
+            continue
+        if measured is None:
+            raise ValueError(
+                f"{file} does not say what --{option} it was measured with: leave it out, or measure again"
+            )
+        raise ValueError(
+            f"{file} was measured with --{option} {measured}: give --{option} {measured}, or measure again"
+        )
 
 
 def _microbatches(global_batch: int | None, microbatch: int, usual: int) -> int:

@@ -167,9 +167,10 @@ def to_device(value: Any, device: torch.device | str | int, non_blocking: bool =
 def place(
     microbatches: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The microbatches with all tensors on `device`, an accelerator, and with what of them is on the host. Tensors from
-    the CPU are copied through pinned memory, and the host waits for nothing. Those on the device are copied to the host
-    if they are small and hold integers or booleans (ids, labels, masks): it waits once for all of them."""
+    """The microbatches with all tensors on `device`, an accelerator, and the same ones with those tensors that the host
+    can read. Tensors from the CPU are copied through pinned memory, and the host waits for nothing. Those on the device
+    are copied to the host if they are small and hold integers or booleans (ids, labels, masks): it waits once for all
+    of them."""
     copies: dict[Any, torch.Tensor] = {}
 
     def to_the_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -83,8 +83,8 @@ def batch_size_of(
     dims: BatchDims = NO_DIMS,
 ) -> int:
     """The number of samples in a batch of model inputs, read from the main input: `main_input_name` (a model's
-    attribute of this name), else the first of `MAIN_INPUTS`, else the first tensor, at last of those inside other
-    inputs. Every other input that by its name has a row per sample (labels, masks, ids), or by `dims`, must have as
+    attribute of this name), else the first of `MAIN_INPUTS`, else the first tensor, if need be one inside another
+    input. Every other input that by its name has a row per sample (labels, masks, ids), or by `dims`, must have as
     many, except for `media`. Raises TypeError if `inputs` is no mapping, ValueError if it holds no tensor, no sample,
     or two batch sizes."""
     if not isinstance(inputs, Mapping):

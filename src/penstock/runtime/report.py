@@ -115,7 +115,7 @@ class StepReport:
         if self.reduction is not None:
             parts.append(f"{self.reduction.num_bytes / 1e6:.3g} MB reduced")
             if self.reduction.hidden is not None:
-                parts.append(f"{self.reduction.hidden:.0%} of it hidden")
+                parts.append(f"{self.reduction.hidden:.0%} of the time hidden")
         return f"<step: {', '.join(parts)}>"
 
 

@@ -48,14 +48,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: it passes over what this rank does not own."""
     engines = engines_of(parameter for group in optimizer.param_groups for parameter in group["params"])
     begun_in = [(id(engine.parts), engine.step_number) for engine in engines]
-    if _under_way.get(optimizer) == begun_in:  # of a base class, which a step calls: torch calls hooks around it, too
+    if _under_way.get(optimizer) == begun_in:  # a step has called its base class's, around which torch calls hooks, too
         return
     for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
         handle.remove()
     for engine in engines:
         if engine.options.owner_choice is None:
             continue
-        if not engine.recovery.repeats and not (engine.is_open and engine.context.groups.reduction):
+        if not (engine.recovery.repeats or (engine.is_open and engine.context.groups.reduction)):
             continue
         if callable(getattr(optimizer, "eval", None)):
             raise NotImplementedError(
@@ -75,9 +75,9 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
 
     def after_step(*_: Any) -> None:
         _under_way.pop(optimizer, None)
-        touched = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
+        refused = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
-        engine.recovery.complete_update(functools.partial(_share, engine, optimizer, touched))
+        engine.recovery.complete_update(functools.partial(_share, engine, optimizer, refused))
         # After the step of a base class this comes again: at the end of the step that has called it.
         versions[:] = map(_version, others)
 

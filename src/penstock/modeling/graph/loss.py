@@ -112,13 +112,11 @@ class LossTerm:
         """The number of elements in the mean for these inputs (1 for a sum): shape () where it depends on values."""
         if self.kind == "sum":
             return 1
-        if self.input is None:
+        if self.input is None:  # samples
             return batch_size(inputs) if num_samples is None else num_samples
         if self.input not in inputs:  # it is inside of one
             inputs = {**inputs, **named_tensors(inputs)}
         tensor = inputs[self.input]
-        if self.kind == "samples":
-            return int(tensor.shape[0]) if tensor.dim() else 1
         counted = tensor[..., self.start : self.stop] if tensor.dim() else tensor
         if self.kind == "positions":
             assert self.limit is not None

@@ -67,8 +67,8 @@ def load_stage(
     are drawn from the random stream as the whole model would draw them.
 
     Args:
-        tensor_parallel: how the whole model is sharded; see `init_stage`. Weights that are come whole from the
-            checkpoint, one at a time, and only this rank's shard is kept.
+        tensor_parallel: how the whole model is sharded; see `init_stage`. Sharded weights are read whole, one at a
+            time, and only this rank's shard is kept.
         adapt: is given the model, where what other stages have is still there on the meta device, and returns it with
             adapters in it, or a PeftModel around it.
         kwargs: as for `model_class.from_pretrained`, which says what is raised. `device_map` may name one device.
@@ -112,13 +112,13 @@ def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
     config = kwargs.pop("config", None)
     if isinstance(config, PretrainedConfig):
         return config
-    name = os.fspath(path_or_name)
+    path = os.fspath(path_or_name)
     # A hub has no such names; transformers would ask one for it.
-    is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-    if config is None and is_path and not os.path.exists(name):
-        raise FileNotFoundError(f"{name} is no directory: there is no model to load")
-    for name in ("dtype", "torch_dtype", "quantization_config"):  # "auto", only the checkpoint can resolve
-        kwargs.pop(name, None)
+    is_path = os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
+    if config is None and is_path and not os.path.exists(path):
+        raise FileNotFoundError(f"{path} is no directory: there is no model to load")
+    for option in ("dtype", "torch_dtype", "quantization_config"):  # "auto", only the checkpoint can resolve
+        kwargs.pop(option, None)
     return AutoConfig.from_pretrained(path_or_name if config is None else config, **kwargs)
 
 
@@ -165,14 +165,14 @@ def _stage_class(
 
         @staticmethod
         def _load_pretrained_model(
-            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+            model: Any, state_dict: Any, checkpoint_files: Any, options: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            names = model.state_dict()
-            model._held = _with_tied_names(model, held_names(names, stages, local_stages))
+            whole_state = model.state_dict()
+            model._held = _with_tied_names(model, held_names(whole_state, stages, local_stages))
             model._declared_ties = set(model.all_tied_weights_keys)
             with contextlib.ExitStack() as opened:
-                index = (load_config.sharded_metadata or {}).get("weight_map", {})
-                if state_dict is None and index and not load_config.disable_mmap:
+                index = (options.sharded_metadata or {}).get("weight_map", {})
+                if state_dict is None and index and not options.disable_mmap:
                     state_dict = _unread(checkpoint_files, index, opened)
                 if tensor_parallel is not None:
                     model._shards = tensor_parallel.shard_reader(model, model._held)
@@ -180,20 +180,20 @@ def _stage_class(
                     # Without sharded ones: transformers would reserve an accelerator's memory for each as a whole.
                     kwargs["expected_keys"] = [name for name in model._held if name not in tensor_parallel.shards]
                 loading_info, offload_index = model_class._load_pretrained_model(
-                    model, state_dict, checkpoint_files, load_config, *args, **kwargs
+                    model, state_dict, checkpoint_files, options, *args, **kwargs
                 )
             if index and loading_info.missing_keys - model.all_tied_weights_keys.keys():
                 _refuse_unlisted(checkpoint_files, index)
-            if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+            if loading_info.mismatched_keys and not options.ignore_mismatched_sizes:
                 shapes = "; ".join(
                     f"{name}: {list(there)} in the checkpoint, {list(here)} in the model"
                     for name, there, here in sorted(loading_info.mismatched_keys)
                 )
                 raise ValueError(f"the checkpoint does not fit the model: {shapes}")
-            known = _known_to_the_whole_model(model, loading_info.unexpected_keys, names, load_config.weight_mapping)
+            known = _known_to_the_whole_model(model, loading_info.unexpected_keys, whole_state, options.weight_mapping)
             loading_info.unexpected_keys -= known.keys()
             present = set(known.values()) - model._held
-            loading_info.missing_keys |= names.keys() - model._held - present
+            loading_info.missing_keys |= whole_state.keys() - model._held - present
             for name in present:
                 model.get_parameter_or_buffer(name)._is_hf_initialized = True
             return loading_info, offload_index
@@ -263,24 +263,26 @@ def _refuse_unlisted(files: Sequence[str], index: Mapping[str, str]) -> None:
         if unlisted:
             raise ValueError(
                 f"the checkpoint's index does not list {len(unlisted)} tensors of {os.path.basename(file)}, such as "
-                f"{unlisted[0]}, and the model lacks some: transformers loads the folder, and saves it with all of them"
+                f"{unlisted[0]}, and the index lacks some of the model's weights: load the folder with transformers "
+                "and save it again"
             )
 
 
 def _known_to_the_whole_model(
-    model: PreTrainedModel, keys: Collection[str], names: Mapping[str, Any], transforms: Sequence[Any] | None
+    model: PreTrainedModel, keys: Collection[str], whole_state: Mapping[str, Any], transforms: Sequence[Any] | None
 ) -> dict[str, str]:
-    """Those of the refused `keys` that belong to another stage, each with its name in the model."""
+    """Those of the unexpected `keys` that belong to another stage, each with its name in the whole model."""
     prefix = model.base_model_prefix
-    # A key of another stage may have been refused before the model's prefix was added to it.
-    full = {key: rename_source_key(key, [], [], prefix, names)[0] for key in keys}
-    known = {key: name for key, name in full.items() if name in names}
-    # A name of the model that a rule for older checkpoints would change is left alone only if the model shows it.
+    # transformers adds the model's prefix to a key only if the model shows that name.
+    full = {key: rename_source_key(key, [], [], prefix, whole_state)[0] for key in keys}
+    known = {key: name for key, name in full.items() if name in whole_state}
+    # It has rules for older checkpoints, which change a key unless the model shows it. A stage does not show the names
+    # of other stages, so some were changed: apply the same rules to those, to find them among the unexpected ones.
     renamings = [entry for entry in transforms or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms or () if isinstance(entry, WeightConverter)]
     left = {name: key for key, name in full.items() if key not in known}
-    for name in names if left else ():
-        changed = rename_source_key(name, renamings, converters, prefix, names)[0]
+    for name in whole_state if left else ():
+        changed = rename_source_key(name, renamings, converters, prefix, whole_state)[0]
         if changed != name and changed in left:
             known[left[changed]] = name
     return known

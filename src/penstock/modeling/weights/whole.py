@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -49,14 +50,19 @@ def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
     found = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.layout is torch.strided and parameter.numel():
-            start = parameter.storage_offset()
+            start = int(parameter.storage_offset())
             reach = zip(parameter.shape, parameter.stride(), strict=True)
             end = start + sum((size - 1) * stride for size, stride in reach)
             found.append((parameter.untyped_storage()._cdata, start, end, name))
     common = []
-    for (memory, _, end, name), (other_memory, start, _, other) in pairwise(sorted(found)):
-        if memory == other_memory and start <= end and unit_with(name, homes, units) != unit_with(other, homes, units):
-            common.append(sorted((name, other)))
+    for _, views in groupby(sorted(found), key=itemgetter(0)):
+        furthest: dict[str | None, tuple[int, str]] = {}  # of each unit, the parameter that ends last so far
+        for _, start, end, name in views:
+            unit = unit_with(name, homes, units)
+            common += [
+                sorted((name, other)) for where, (last, other) in furthest.items() if where != unit and start <= last
+            ]
+            furthest[unit] = max(furthest.get(unit, (end, name)), (end, name))
     if common:
         name, other = min(common)  # on all ranks the same
         raise NotImplementedError(

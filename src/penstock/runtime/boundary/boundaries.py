@@ -1,10 +1,10 @@
 """The boundaries between the stages of a pipeline, as one rank sees them: what stages send each other.
 
 Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
-which parameters are trainable in the stages before. The first microbatch with a new combination is preceded by a
-header; both sides remember it, so later receives are posted ahead with no message about shapes: when `post` is called,
-at the latest when the message is taken, and with gloo as far ahead as there is room; see
-`P2PChannels.receives_ahead`.
+which parameters are trainable in the stages before. A header goes before the first microbatch with a new combination.
+Both sides remember it: later microbatches need no message about shapes, and their receives can be posted ahead. A
+receive is posted when `post` is called, at the latest when its message is taken. With gloo it is posted earlier, as far
+ahead as there is room; see `P2PChannels.receives_ahead`.
 
 A value may get no gradient at all (a `detach`, a branch that nothing uses), and the previous stage must know of it:
 
@@ -40,7 +40,7 @@ Orders = Mapping[int, tuple[Sequence[int], Sequence[int]]]
 # The values that cross a boundary in a microbatch, by whatever names them: equal ones are of one kind.
 Crossing = tuple[Hashable, ...]
 LOSS_DTYPE = torch.float64
-# Where messages are posted ahead at all (see `P2PChannels.receives_ahead`), small ones are posted this far.
+# Receives of small messages are posted ahead until they have so many bytes (see `P2PChannels.receives_ahead`).
 BYTES_AHEAD = 1 << 20
 # Signatures that are remembered. All ranks of a pipeline see the same ones, so all forget at the same time.
 MAX_SIGNATURES = 4096
@@ -190,47 +190,47 @@ class _RemoteBoundary:
         self._headers = channels.channel(boundary, Message.HEADER, downstream)
         self._activations = channels.channel(boundary, Message.ACTIVATION, downstream)
         self._gradients = channels.channel(boundary, Message.GRADIENT, downstream)
-        self._presence = channels.channel(boundary, Message.PRESENCE, downstream)
+        self._presence_flags = channels.channel(boundary, Message.PRESENCE, downstream)
         self.losses = channels.channel(boundary, Message.LOSS, downstream) if with_loss else None
-        # What crosses, by signature, in this step's state of the stages before.
-        self._values: dict[int, _Values] = {}
+        # By signature, in this step's state of the stages before.
+        self._specs: dict[int, _CrossingSpecs] = {}
         # Microbatches whose receives are not posted yet, the next one last.
         self._unposted: list[int] = []
-        # Which gradients there have been in this step, for each kind of values that may have one.
-        self._present: dict[tuple[Crossing, int], list[bool]] = {}
-        # The kinds that have had all of them.
-        self._complete: set[tuple[Crossing, int]] = set()
+        # For each kind of values that may have gradients, which of them have had one in this step.
+        self._had_gradient: dict[tuple[Crossing, int], list[bool]] = {}
+        # The kinds of which all have had one.
+        self._complete_kinds: set[tuple[Crossing, int]] = set()
 
     def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         """Make ready for a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
-        self._present, self._complete = {}, set()
-        self._values = self._signatures.learned.setdefault((self._boundary, state), {})
+        self._had_gradient, self._complete_kinds = {}, set()
+        self._specs = self._signatures.learned.setdefault((self._boundary, state), {})
 
     def _none_is_missing(self, microbatch: int, count: int) -> bool:
         """Whether each of the `count` values of a microbatch that may have a gradient has had one in this step, in any
         microbatch: then no flags are sent. Both sides know the same."""
-        return not count or (self._crossing[microbatch], count) in self._complete
+        return not count or (self._crossing[microbatch], count) in self._complete_kinds
 
     def _note_presence(self, microbatch: int, flags: Sequence[bool]) -> None:
         """Remember which of a microbatch's values have had a gradient."""
         kind = self._crossing[microbatch], len(flags)
-        seen = self._present[kind] = list(map(operator.or_, self._present.get(kind, flags), flags))
-        if all(seen):
-            self._complete.add(kind)
+        had = self._had_gradient[kind] = list(map(operator.or_, self._had_gradient.get(kind, flags), flags))
+        if all(had):
+            self._complete_kinds.add(kind)
 
-    def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _Values:
+    def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _CrossingSpecs:
         """What crosses for inputs of a signature that is new, remembered."""
-        values = self._values[signature] = _Values(specs, self._device, self._receives_ahead)
-        return values
+        learned = self._specs[signature] = _CrossingSpecs(specs, self._device, self._receives_ahead)
+        return learned
 
 
 class BoundaryToPrevious(_RemoteBoundary):
     """The boundary before a stage of this rank: activations come over it, gradients and losses go."""
 
     # Of the activations whose receives are posted.
-    _expected: deque[_Values]
+    _expected: deque[_CrossingSpecs]
 
     def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         super().prepare(order, crossing, state)
@@ -244,10 +244,10 @@ class BoundaryToPrevious(_RemoteBoundary):
         if not self._activations.posted:
             self.post(microbatch)
         tensors = self._activations.receive()
-        values = self._expected.popleft()
+        specs = self._expected.popleft()
         if self._unposted:
             self._post_ahead()
-        for tensor, spec in zip(tensors, values.specs, strict=True):
+        for tensor, spec in zip(tensors, specs.tensors, strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
         return tensors
@@ -258,7 +258,7 @@ class BoundaryToPrevious(_RemoteBoundary):
         flags = list(map(_is_there, gradients))
         complete = self._none_is_missing(microbatch, len(leaves))
         if not complete:
-            self._presence.send([torch.tensor(flags, dtype=torch.int64)])
+            self._presence_flags.send([torch.tensor(flags, dtype=torch.int64)])
             self._note_presence(microbatch, flags)
         if not all(flags):
             if complete:
@@ -284,13 +284,13 @@ class BoundaryToPrevious(_RemoteBoundary):
         due = self._unposted.pop()
         assert due == microbatch
         signature = self._signatures.numbers[microbatch]
-        values = self._values.get(signature)
-        if values is None:
+        specs = self._specs.get(signature)
+        if specs is None:
             if not self._headers.posted:
                 self._post_header(microbatch)
-            values = self._learn(decode_header(self._headers.receive()[0]), signature)
-        self._activations.post_receive(values.buffers())
-        self._expected.append(values)
+            specs = self._learn(decode_header(self._headers.receive()[0]), signature)
+        self._activations.post_receive(specs.buffers())
+        self._expected.append(specs)
 
     def _post_ahead(self) -> None:
         """Post receives as far as shapes are known and there is room; for a new shape, that of the header."""
@@ -298,16 +298,16 @@ class BoundaryToPrevious(_RemoteBoundary):
             return
         unposted, numbers, channel = self._unposted, self._signatures.numbers, self._activations
         while unposted:
-            values = self._values.get(numbers[unposted[-1]])
-            if values is None:
+            specs = self._specs.get(numbers[unposted[-1]])
+            if specs is None:
                 if not channel.posted and not self._headers.posted:
                     self._post_header(unposted[-1])
                 return
-            if len(channel.posted) >= values.ahead:
+            if len(channel.posted) >= specs.ahead:
                 return
             unposted.pop()
-            channel.post_receive(values.buffers())
-            self._expected.append(values)
+            channel.post_receive(specs.buffers())
+            self._expected.append(specs)
 
     def _post_header(self, microbatch: int) -> None:
         self._headers.post_receive([header_buffer(len(self._crossing[microbatch]))])
@@ -317,7 +317,7 @@ class BoundaryToNext(_RemoteBoundary):
     """The boundary after a stage of this rank: activations go over it, gradients and losses come."""
 
     # What was sent and not answered, by microbatch.
-    _sent: dict[int, _Values]
+    _sent: dict[int, _CrossingSpecs]
     # Losses whose receives are not posted yet.
     _losses_unposted: int
 
@@ -332,19 +332,19 @@ class BoundaryToNext(_RemoteBoundary):
         if not self._crossing[microbatch]:
             return
         signature = self._signatures.numbers[microbatch]
-        values = self._values.get(signature)
-        if values is None:
+        specs = self._specs.get(signature)
+        if specs is None:
             refuse_elsewhere(tensors, self._device, self._boundary)
-            values = self._learn(map(TensorSpec.of, tensors), signature)
-            self._headers.send([encode_header(values.specs)])
-        elif not values.fit(tensors):
+            specs = self._learn(map(TensorSpec.of, tensors), signature)
+            self._headers.send([encode_header(specs.tensors)])
+        elif not specs.fit(tensors):
             raise RuntimeError(
                 f"the tensors between stages {self._boundary} and {self._boundary + 1} are "
-                f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {values.specs} "
+                f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {specs.tensors} "
                 "before; a shape that depends on the inputs' values cannot cross a boundary"
             )
         self._activations.send(list(map(torch.Tensor.detach, tensors)))
-        self._sent[microbatch] = values
+        self._sent[microbatch] = specs
         if self._unposted:
             self._post_ahead()
 
@@ -367,8 +367,8 @@ class BoundaryToNext(_RemoteBoundary):
             self.post(microbatch)
         gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
         if not self._none_is_missing(microbatch, len(gradients)):
-            self._presence.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
-            flags = list(map(bool, self._presence.receive()[0].tolist()))
+            self._presence_flags.post_receive([torch.empty(len(gradients), dtype=torch.int64)])
+            flags = list(map(bool, self._presence_flags.receive()[0].tolist()))
             self._note_presence(microbatch, flags)
             gradients = [gradient if flag else None for gradient, flag in zip(gradients, flags, strict=True)]
         del self._sent[microbatch]
@@ -385,50 +385,51 @@ class BoundaryToNext(_RemoteBoundary):
             return
         due = self._unposted.pop()
         assert due == microbatch
-        values = self._values_of(microbatch)
-        assert values is not None
-        self._gradients.post_receive(values.gradient_buffers())
+        specs = self._specs_of(microbatch)
+        assert specs is not None
+        self._gradients.post_receive(specs.gradient_buffers())
 
     def post_loss(self) -> None:
         assert self.losses is not None
         self._losses_unposted -= 1
         self.losses.post_receive([torch.empty((), dtype=LOSS_DTYPE, device=self._device)])
 
-    def _values_of(self, microbatch: int) -> _Values | None:
-        return self._sent.get(microbatch) or self._values.get(self._signatures.numbers[microbatch])
+    def _specs_of(self, microbatch: int) -> _CrossingSpecs | None:
+        return self._sent.get(microbatch) or self._specs.get(self._signatures.numbers[microbatch])
 
     def _post_ahead(self) -> None:
         """Post receives as far as shapes are known and there is room."""
         unposted, channel = self._unposted, self._gradients
         while unposted:
-            values = self._values_of(unposted[-1])
-            if values is None or len(channel.posted) >= values.gradients_ahead:
+            specs = self._specs_of(unposted[-1])
+            if specs is None or len(channel.posted) >= specs.gradients_ahead:
                 return
             if self._losses_unposted >= len(unposted):  # a microbatch's loss comes before its gradients
                 self.post_loss()
             unposted.pop()
-            channel.post_receive(values.gradient_buffers())
+            channel.post_receive(specs.gradient_buffers())
 
 
-class _Values:
-    """What crosses a boundary for inputs of one signature, how much of it may be posted ahead, and what comes back."""
+class _CrossingSpecs:
+    """What is known of the tensors that cross a boundary for inputs of one signature, and of the gradients that come
+    back: how many messages of either may be posted ahead, and buffers to receive them."""
 
     def __init__(self, specs: Iterable[TensorSpec], device: torch.device, receives_ahead: int):
-        self.specs = list(specs)
-        gradients = [spec for spec in self.specs if spec.requires_grad]
-        self.ahead = _messages_ahead(self.specs, receives_ahead)
+        self.tensors = list(specs)
+        gradients = [spec for spec in self.tensors if spec.requires_grad]
+        self.ahead = _messages_ahead(self.tensors, receives_ahead)
         self.gradients_ahead = _messages_ahead(gradients, receives_ahead)
-        self._buffers = [_maker(spec, device) for spec in self.specs]
-        self._gradient_buffers = [_maker(spec, device) for spec in gradients]
+        self._makers = [_maker(spec, device) for spec in self.tensors]
+        self._gradient_makers = [_maker(spec, device) for spec in gradients]
 
     def buffers(self) -> list[torch.Tensor]:
-        return list(map(operator.call, self._buffers))
+        return list(map(operator.call, self._makers))
 
     def gradient_buffers(self) -> list[torch.Tensor]:
-        return list(map(operator.call, self._gradient_buffers))
+        return list(map(operator.call, self._gradient_makers))
 
     def fit(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return list(map(_spec_of, tensors)) == self.specs
+        return list(map(_spec_of, tensors)) == self.tensors
 
 
 class _Signatures:
@@ -437,7 +438,7 @@ class _Signatures:
 
     def __init__(self) -> None:
         self._number_of: dict[Hashable, int] = {}
-        self.learned: dict[Hashable, dict[int, _Values]] = {}
+        self.learned: dict[Hashable, dict[int, _CrossingSpecs]] = {}
         self.numbers: list[int] = []
 
     def prepare(self, signatures: Iterable[Hashable]) -> None:

@@ -6,8 +6,8 @@ and each channel has its own tag. NCCL has no tags, and posting a receive starts
 there: losses and gradients share a group, in the one order in which both sides come to them, and receives are posted
 where the program says (see `penstock.schedule.communication`). Headers are for hosts, so they go over gloo.
 
-Of a tensor whose shape the receiver does not know, a header of fixed size says what follows, then comes the payload:
-for the first microbatch of a new signature, and the first message of a new kind in generation.
+Where the receiver knows how many tensors a message has, but not their shapes, a header goes before it, with a row for
+each: before the first microbatch of a new signature, and the first message of a new kind in generation.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class Message(IntEnum):
 
 
 NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
-# The tensors of one message have tags of their own. Further ones have those of the next kind, which is harmless: only
-# activations and gradients can be so many, and the kind after either goes by another group (`Groups.p2p_group`).
+# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kind, too. That is
+# harmless: only activations and gradients can be so many, and the kind after either uses another group
+# (`Groups.p2p_group`).
 TAGS_PER_CHANNEL = 64
 # How many receives of a channel gloo may have posted ahead of their use. One hides the latency, the second the jitter.
 # More would only hold memory, and posting tells the sender, which disturbs it while it computes. So only small ones are
 # posted further ahead.
 RECEIVES_AHEAD = 2
-# Messages that may be under way on a channel. Once more than twice as many were sent, all but so many are waited for.
+# Once a channel has more than twice so many sends that were not waited for, it waits for all but the newest so many.
 SENDS_AHEAD = 8
 
 

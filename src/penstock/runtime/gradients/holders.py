@@ -46,7 +46,8 @@ class HeldParameter:
         return zlib.crc32(self.name.encode()) * 0x9E3779B97F4A7C15
 
     def equality_term(self, rank: int, among: tuple[int, ...]) -> int:
-        """What `rank` adds if it has done something with it. The sum is zero if all ranks `among` have, or none."""
+        """What `rank` adds to a sum over the ranks `among` if it has done something with this parameter, such as an
+        update: the sum is zero if all of them have, or none."""
         return self.digest * (len(among) - 1 if among[0] == rank else -1)
 
 
