@@ -12,7 +12,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -332,12 +332,14 @@ class ParallelFormat(SaveFormat):
         return self.once and self._place.tensor_parallel_size == 1
 
     def _refuse_to_hide(self, directory: str) -> None:
-        """Raise CheckpointError if there are weights that plain transformers could not read beside these any more, or
-        would read in their place."""
-        single, index = weight_file_names(self.options.extension, self.options.variant, self.diffusers)
+        """Raise CheckpointError if there are weights of the same kind of file that plain transformers could not read
+        beside these any more, or would read in their place."""
+        variant = self.options.variant
+        single, index = weight_file_names(self.options.extension, variant, self.diffusers)
+        is_of_a_run = os.path.lexists(os.path.join(directory, manifest_name(variant)))
         for name in (single, index) if self._has_index else ():
             path = os.path.join(directory, name)
-            if os.path.lexists(path) and not (name == index and _leads_to_rank_files(path, self.options.variant)):
+            if os.path.lexists(path) and not (name == index and _leads_to_rank_files(path, variant, is_of_a_run)):
                 raise CheckpointError(
                     f"{path} is of an ordinary checkpoint, and transformers could read only one of the two in this "
                     "folder: save to another one, or remove the weights in this one first"
@@ -421,11 +423,12 @@ class ParallelFormat(SaveFormat):
         return Replacement(self.sides, starts, entries, old=old)
 
 
-def _leads_to_rank_files(index: str, variant: str | None) -> bool:
-    """Whether an index is that of a parallel checkpoint. One that cannot be read is not known to be."""
-    with suppress(CheckpointError):
+def _leads_to_rank_files(index: str, variant: str | None, if_damaged: bool = False) -> bool:
+    """Whether an index is that of a parallel checkpoint; `if_damaged` where it cannot be read."""
+    try:
         return any(is_rank_file(name, variant) for name in read_index(index).values())
-    return False
+    except CheckpointError:
+        return if_damaged
 
 
 def _warn_of_drift(manifest: Manifest) -> None:

@@ -236,7 +236,7 @@ class SharedStates:
         self._received: dict[str, Any] = {}
 
     def register(self, name: str, value: Any) -> None:
-        """Have `one.state_dict()` of a member given to `one.load_state_dict()` of each that joins."""
+        """Have `value.state_dict()` of a member given to `value.load_state_dict()` of each that joins."""
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(value, method, None)):
                 raise TypeError(

@@ -299,7 +299,8 @@ def share_random_state(context: RankContext, random_replicas: Sequence[int | Non
     has had, see `share_progress`.
 
     In a new run these are those of the replica's first rank. After a re-formation a replica goes on with the numbers
-    that one of its place had; one that is new begins with its own, which follow from those of the first rank."""
+    that one of its place had; one that is new begins with its own, also of Python's and NumPy's, which follow from
+    those of the first rank."""
     layout, groups, device = context.layout, context.groups, context.device
     first = next((rank for rank, replica in enumerate(random_replicas) if replica is not None), None)
     if first is None:

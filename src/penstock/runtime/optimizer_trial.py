@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -123,7 +124,7 @@ def inner_function(wrapper: Any) -> CellType:
 def _unheard() -> Iterator[None]:
     """Hooks for the steps of all optimizers do not hear of those inside. One of them may be under way."""
     before = torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks
-    torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = {}, {}
+    torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
     try:
         yield
     finally:

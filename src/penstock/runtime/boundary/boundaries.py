@@ -198,14 +198,14 @@ class _RemoteBoundary:
         self._unposted: list[int] = []
         # For each kind of values that may have gradients, which of them have had one in this step.
         self._had_gradient: dict[tuple[Crossing, int], list[bool]] = {}
-        # The kinds of which all have had one.
-        self._complete_kinds: set[tuple[Crossing, int]] = set()
+        # The kinds of which all have had one: few, and looked through in less time than their values' hashes take.
+        self._complete_kinds: list[tuple[Crossing, int]] = []
 
     def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:
         """Make ready for a step: `crossing` has what crosses for each microbatch; this side receives in `order`."""
         self._crossing = crossing
         self._unposted = [microbatch for microbatch in reversed(order) if crossing[microbatch]]
-        self._had_gradient, self._complete_kinds = {}, set()
+        self._had_gradient, self._complete_kinds = {}, []
         self._specs = self._signatures.learned.setdefault((self._boundary, state), {})
 
     def _none_is_missing(self, microbatch: int, count: int) -> bool:
@@ -218,7 +218,7 @@ class _RemoteBoundary:
         kind = self._crossing[microbatch], len(flags)
         had = self._had_gradient[kind] = list(map(operator.or_, self._had_gradient.get(kind, flags), flags))
         if all(had):
-            self._complete_kinds.add(kind)
+            self._complete_kinds.append(kind)
 
     def _learn(self, specs: Iterable[TensorSpec], signature: int) -> _CrossingSpecs:
         """What crosses for inputs of a signature that is new, remembered."""

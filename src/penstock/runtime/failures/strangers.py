@@ -41,13 +41,13 @@ def warn_of_stranger(host: str) -> None:
 
 
 def proof(*facts: Any) -> str:
-    """What nobody can say of `said` who does not know the job's secret."""
+    """What nobody can say of `facts` who does not know the job's secret."""
     secret, text = os.environ.get(SECRET, "").encode(), json.dumps(facts, sort_keys=True)
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def proves(given: str, *facts: Any) -> bool:
-    """Whether `given` is the `proof` of `said`."""
+    """Whether `given` is the `proof` of `facts`."""
     return hmac.compare_digest(given.encode(), proof(*facts).encode())
 
 
