@@ -190,7 +190,7 @@ def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[st
     )
 
 
-# Classes that wrap a model, by their names, as importing some of them takes long.
+# Classes of torch that wrap a model, by their names, as importing some of them takes long.
 WRAPPERS = {
     "OptimizedModule": "torch.compile() made it. Pass the model itself, and call model.compile() afterwards",
     "DistributedDataParallel": "start more processes than stages instead: further pipelines are replicas",

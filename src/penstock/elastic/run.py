@@ -44,6 +44,7 @@ class ElasticRun:
     """This process's part in a run, once the engine of its first generation stands.
 
     Attributes:
+        step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
         in_call: whether `run_call` is at work.
         joined: whether this process came to a run under way.

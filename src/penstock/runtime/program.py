@@ -20,6 +20,9 @@ class Program:
     """One rank's part of a schedule.
 
     Attributes:
+        actions: what the rank computes, in order.
+        orders: the microbatches of each of its stages in forward and in backward order.
+        last: the pipeline's last stage, on whatever rank.
         top: the highest of the rank's stages, whose backward is the caller's.
         splits_backward: whether weight gradients have actions of their own.
         final_backward: the position of the last backward, -1 if there is none.

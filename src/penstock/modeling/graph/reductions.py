@@ -85,7 +85,8 @@ class TensorRef(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Step:
     """One output of an operation; or, without one, where a tensor begins: an input (`given`), a unit's value
-    (`of_unit`), a number of the whole batch (`number`), the result of loss function number `call`, a sum or a mean."""
+    (`of_unit`), a number of the whole batch (`number`), the result of loss function number `call`, a sum if `is_sum`,
+    else a mean."""
 
     shape: torch.Size
     func: Any = None
