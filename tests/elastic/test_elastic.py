@@ -104,8 +104,10 @@ def test_processes_leave_join_and_are_lost_also_while_one_is_taken_in(tmp_path: 
     changes = stays.end["changes"]
     assert [sum(len(change[how]) for change in changes) for how in ("left", "lost")] == [1, 2], changes
     number = next(note["member"] for note in joiner.notes if "member" in note)
-    assert [(change["generation"], change["joined"]) for change in changes if change["joined"]] == [(3, [number])]
-    assert f"generation 3 at step {begins}: " in run.printed()
+    # The generation that took it in may be lost before it has formed on all members. The next one then tells of it.
+    ((generation, joined),) = [(change["generation"], change["joined"]) for change in changes if change["joined"]]
+    assert generation in (3, 4) and joined == [number]
+    assert f"generation {generation} at step {begins}: " in run.printed()
 
 
 def test_the_last_to_leave_save_what_they_have_say_so_and_are_started_again(tmp_path: Path) -> None:

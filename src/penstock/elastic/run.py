@@ -354,11 +354,12 @@ class ElasticRun:
 
     def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float | None) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
-        lost, left = tuple(following.lost), tuple(following.left)
+        lost, left, joined = tuple(following.lost), tuple(following.left), tuple(following.joining)
         if self._change is not None and self._has_formed:
             self._interrupted.append(self._change)
-        elif self._change is not None:  # no generation has followed without those that it lost, and that left
+        elif self._change is not None:  # its generation was lost before it formed here: this one has followed instead
             lost, left = (*self._change.lost, *lost), (*self._change.left, *left)
+            joined = (*self._change.joined, *joined)
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
@@ -369,7 +370,7 @@ class ElasticRun:
             cause,
             lost,
             left,
-            following.joining,
+            joined,
             tuple(f"{len(stages)}x{count}" for stages, count in following.pipelines),
             following.restore,
             self.step,
