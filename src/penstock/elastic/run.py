@@ -359,7 +359,7 @@ class ElasticRun:
             self._interrupted.append(self._change)
         elif self._change is not None:  # its generation was lost before it formed here: this one has followed instead
             lost, left = (*self._change.lost, *lost), (*self._change.left, *left)
-            joined = (*self._change.joined, *joined)
+            joined = tuple(dict.fromkeys((*self._change.joined, *joined)))  # who had not formed it either joins again
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,
