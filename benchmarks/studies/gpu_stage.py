@@ -1,7 +1,7 @@
 """A stage on one GPU beside the plain loop, `fit` beside the peaks, long runs and kills, on one card.
 
     python benchmarks/studies/gpu_stage.py                     # one GPU of 80 GB; writes results/gpu_stage.json and .md
-    python benchmarks/studies/gpu_stage.py --device emulated   # all of it with tiny models, where there is no GPU
+    python benchmarks/studies/gpu_stage.py --device emulated   # every row with tiny models, where there is no GPU
     python benchmarks/studies/gpu_stage.py --sections stage    # stage, memory, exact, kills, sanitizer
 
 - **stage**: 8 layers and the head of an 8B Llama in bf16 with random weights. Penstock's engine and a plain loop run
@@ -18,8 +18,8 @@ The most important comes first. Nothing goes on after `--minutes`: what could no
 so. Each check is processes of its own, so one that fails costs no other.
 
 `--device emulated` is the path of one GPU on the emulated device of the tests, whose messages have NCCL's rules. What
-that device cannot do runs on the CPU, and its name says so. Figures of speed mean nothing there; only three schedules
-run, as the tests of that device have all; and a rank is killed twice, once while the other waits for its device.
+that device cannot do runs on the CPU, and its name says so. Figures of speed mean nothing there, and a rank is killed 4
+times.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ SHORTEST = 20.0  # with less left nothing begins
 # Of a section so many checks run at once: not where seconds of steps are measured. Where there is no card, two.
 AT_ONCE = {"memory": 3, "exact": 4, "kills": 4}
 LARGEST_OVERHEAD, LARGEST_ERROR, KILLED_SECONDS = 0.01, 0.10, 2.0
-NUM_KILLS, KILLS_WITHOUT_CARD = 20, 2
-SCHEDULES_WITHOUT_CARD = ("1f1b", "interleaved-1f1b", "zb-v")
+NUM_KILLS, KILLS_WITHOUT_CARD = 20, 4
 EIGHT_BILLION = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
@@ -264,7 +263,7 @@ def rows_of(section: str, device: str) -> list[Row]:
             steps = 4 if small else 200
             return [
                 Row(f"{name}, {steps} steps", "exact", 2, {"schedule": name, "steps": steps}, device, shared)
-                for name in (SCHEDULES_WITHOUT_CARD if small else schedule_names())
+                for name in schedule_names()
             ]
         case "kills":
             return [

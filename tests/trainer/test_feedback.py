@@ -47,7 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 LAYOUTS: list[tuple[int, int, list[str]]] = [
-    (2, 1, [*CASES]),  # three stages: the tests below
+    (2, 1, [*CASES]),
+    (3, 1, ["reward", "KTO"]),
     (2, 2, ["reward, further", "KTO", "KTO, adapters"]),
 ]
 Plain = tuple[dict[str, list[dict[str, float]]], Path]
@@ -67,7 +68,7 @@ def plain_runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "pipelines", "cases"), LAYOUTS, ids=["2 stages", "2 pipelines of 2"])
+@pytest.mark.parametrize(("stages", "pipelines", "cases"), LAYOUTS, ids=["2 stages", "3 stages", "2 pipelines of 2"])
 def test_feedback_is_learned_alike_with_and_without_pipelines(
     pool: Pool, plain_runs: Callable[[int], Plain], tmp_path: Path, stages: int, pipelines: int, cases: list[str]
 ) -> None:

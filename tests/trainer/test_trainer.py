@@ -126,7 +126,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return causal(folder), folder
 
 
-@pytest.mark.parametrize("changes", [{}, {"loss": focal}], ids=["plain", "compute_loss_func"])
+@pytest.mark.parametrize("changes", [{}, {"loss": focal}, {"loss": mean}], ids=["plain", "compute_loss_func", "a mean"])
 def test_the_same_run_with_and_without_pipelines(
     pool: Pool, plain_run: tuple[dict[str, Any], Path], tmp_path: Path, changes: dict[str, Any]
 ) -> None:

@@ -100,14 +100,14 @@ def _norms_of(weights: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Inside, the norm of all gradients of `weights` is 1, as it is given to the optimizer; another one is an error."""
     gradients = {id(weight.grad) for weight in weights}
 
-    def one(tensors: Any, *_: Any, **__: Any) -> torch.Tensor:
+    def norm_of_all(tensors: Any, *_: Any, **__: Any) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if {*map(id, given)} != gradients:
             raise _NormOfSome
         return given[0].new_ones(())
 
     cell = inner_function(torch.nn.utils.get_total_norm)
-    before, cell.cell_contents = cell.cell_contents, one
+    before, cell.cell_contents = cell.cell_contents, norm_of_all
     try:
         yield
     finally:
