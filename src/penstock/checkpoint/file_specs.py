@@ -277,14 +277,15 @@ class SaveOptions:
         return ".safetensors" if self.safe_serialization else ".bin"
 
 
-# The layout decides who writes, nothing is uploaded, and adapters are refused anyway.
+# The layout decides who writes, nothing is uploaded, and adapters are saved elsewhere, with all that they were given.
 _WITHOUT_EFFECT = frozenset({"is_main_process", "token", "save_peft_format"})
 
 
 def refuse_unsupported(model: nn.Module, merged: SaveOptions | None) -> None:
-    """Raise for a quantised model that is not to be merged into one folder, or that transformers does not save so.
-    `merged`: how it is written into one folder; None for other kinds of saves. Raises CheckpointError, with what to do.
-    """
+    """Raise CheckpointError, with what to do, if the model is quantised and cannot be saved in this way.
+
+    `merged` says how it is written into one folder, which is all that can be done with packed weights; None for other
+    kinds of saves."""
     quantizer, diffusers = getattr(model, "hf_quantizer", None), of_diffusers(type(model))
     torchao = quantizer is not None and quantizer.quantization_config.quant_method == "torchao"
     kept = (quantizer is None or (not diffusers and quantizer.is_serializable())) and all(

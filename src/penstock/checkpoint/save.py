@@ -174,22 +174,22 @@ class Save:
     def _staged(self) -> Iterator[tuple[str, list[SavingReport]]]:
         """A staging folder, and what every rank is going to save. If a rank raises, all do, and the folder is removed;
         if one is lost, others may still write there, and the next save removes it."""
-        own = [self._directory, *self._format.must_be_equal]
+        asked = [self._directory, *self._format.must_be_equal]
 
         def begin() -> tuple[Any, str | None]:
             if not self._place.is_leader:
-                return own, None
+                return asked, None
             staging, self._made = prepare(self._directory)
-            return own, staging
+            return asked, staging
 
         prepared = self._together("preparing the folder", begin, self._intact)
         path = os.path.join(self._directory, next(name for _, name in prepared if name is not None))
 
         def report() -> SavingReport:
             for rank, (theirs, _) in enumerate(prepared):
-                if theirs != own:
+                if theirs != asked:
                     raise CheckpointError(
-                        f"was asked for {own}, but rank {rank} for {theirs}: give the same arguments on all ranks"
+                        f"was asked for {asked}, but rank {rank} for {theirs}: give the same arguments on all ranks"
                     )
             own_report = self._format.report(self._place, path)
             if (self._place.is_writer or own_report.candidates) and not os.path.isdir(path):
@@ -197,7 +197,8 @@ class Save:
             return own_report
 
         try:
-            yield path, tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)
+            reports = tell_reports(self._ranks, f"save to {self._directory}", report, self._intact)
+            yield path, reports
         except (CheckpointError, KeyboardInterrupt):
             self._discard(path)  # all ranks raise this, so none writes any more
             raise

@@ -51,6 +51,8 @@ class MemberReport(MemberMessage):
         calls: how many calls it has completed since the last of these.
         dropped: of how many of them it has dropped the gradients.
         leaving: whether it will not be part of the next generation.
+        suspects: the members that it takes to be lost.
+        held: the names of the units whose values it has.
         ready: whether it is between two steps, where others can join.
         new: whether it was to come in with this generation, which did not come about.
         going_back: whether it was loading a checkpoint that the run goes back to.
@@ -81,6 +83,7 @@ class Generation(MemberMessage):
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         reason_to_stop: why the run cannot go on; empty if it can.
         lost, left: the members of the generation before that are not in this one.
+        seconds: how long its layout was planned.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
         requests: how many requests to change the members have been looked at.

@@ -220,7 +220,7 @@ class ElasticRun:
                 self._update = prepare()
                 self._change_due = self._vote()
             except Exception as error:
-                self._recover(error)
+                self._recover(error)  # makes the update, too, if a survivor has made it
             else:
                 self._make_update()
         self._note_redone()

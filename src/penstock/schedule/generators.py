@@ -72,7 +72,7 @@ def _one_stage_each(
                 row.append(weights[action.microbatch])
         actions.append((*row, *(() if num_late is None else weights[:late])))
     ranks = tuple(range(len(warm_ups)))
-    return Schedule(name, len(ranks), num_microbatches, ranks, tuple(actions), num_late is not None)
+    return Schedule(name, len(ranks), num_microbatches, ranks, tuple(actions), splits_backward=num_late is not None)
 
 
 def interleaved_one_forward_one_backward(
@@ -95,7 +95,9 @@ def interleaved_one_forward_one_backward(
         warm_up = (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - rank - 1)
         actions.append(tuple(_alternate(forwards, backwards, warm_up)))
     stage_to_rank = tuple(stage % num_ranks for stage in range(num_stages))
-    return Schedule("interleaved-1f1b", num_stages, num_microbatches, stage_to_rank, tuple(actions), False)
+    return Schedule(
+        "interleaved-1f1b", num_stages, num_microbatches, stage_to_rank, tuple(actions), splits_backward=False
+    )
 
 
 def largest_group(num_ranks: int, num_microbatches: int) -> int:
@@ -185,7 +187,7 @@ def _v_schedule(
         )
     stage_to_rank = tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
     actions = _squeeze(orders, num_stages, live_limit, early_limit)
-    return Schedule(name, num_stages, num_microbatches, stage_to_rank, actions, True)
+    return Schedule(name, num_stages, num_microbatches, stage_to_rank, actions, splits_backward=True)
 
 
 @lru_cache(maxsize=256)
