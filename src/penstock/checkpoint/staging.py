@@ -39,8 +39,9 @@ class Replacement:
     # Small files beside the weights, put in place first. A configuration that changed is the one thing that is not
     # atomic with the rest; it is only seen when another model, or a resized one, is saved into a folder.
     sides: Sequence[str]
-    # What readers start from, and the files that these name.
+    # What readers start from: a table of contents, an index, or a single file of weights.
     starts: Sequence[str]
+    # The files that these name.
     files: Collection[str] = ()
     # Files to remove, as readers would start from them before `starts`: the one in use until now last.
     hiding: Sequence[str] = ()

@@ -160,7 +160,7 @@ class Decoding:
         self._board.on_close(self._results.clear)
         # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
         unread = {"output_router_logits": False}
-        self._unread = unread if unread.keys() <= inspect.signature(split.model.forward).parameters.keys() else {}
+        self._switched_off = unread if unread.keys() <= inspect.signature(split.model.forward).parameters.keys() else {}
 
     # -- the code that all ranks run -------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class Decoding:
             stage's only, and `tokens` is due on every rank: `ExchangeTokens` (`choosing.py`) calls it. A cache in the
             output holds the rank's own layers.
         """
-        inputs = inputs if call is not None else {**self._unread, **inputs}
+        inputs = inputs if call is not None else {**self._switched_off, **inputs}
         tokens_only = self.group.tokens_only and call is None
         plan = self._plan(inputs, call)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
@@ -347,7 +347,7 @@ class Decoding:
             expected = self._offer(leaves, plan, tokens_only)
             if tokens_only:
                 self._expect_tokens(output)
-            # What is older has arrived: its answer is here.
+            # Messages of earlier forwards have arrived, as what answers them is here.
             self._channels.flush(keep=len(self.groups) * len(parts))
         if not self.chooses_tokens:
             self._yield_turn(self._forwards.consecutive_stages[0][0])

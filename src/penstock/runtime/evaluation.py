@@ -58,8 +58,8 @@ def evaluate_together(
     output, otherwise those of the last stage. It is None elsewhere, and on a pipeline without any microbatch."""
     with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joined=share_outputs) as (output, form):
         # Where sequences are put together, each of their pipelines has the whole loss: only the first one gives it.
-        counts = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
-        own = output.loss.detach() if counts and output is not None else torch.zeros((), device=engine.device)
+        gives_loss = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
+        own = output.loss.detach() if gives_loss and output is not None else torch.zeros((), device=engine.device)
         engine.parts.totals.start(own.to(torch.float64))
         loss, _ = engine.parts.totals.finish()
         return float(loss), share_output(output, engine.context, form) if share_outputs else output

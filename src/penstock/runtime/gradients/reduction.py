@@ -95,7 +95,8 @@ class GradientReducer:
         late = [bucket for bucket in buckets if self._context.layout.are_of_several_stages(bucket.ranks)]
         self.buckets = [bucket for bucket in buckets if bucket not in late] + late
         # How many may be launched before the last message, and now.
-        self._num_early = self._num_allowed = 0 if len(self._context.stages) > 1 else len(buckets) - len(late)
+        self._num_early = 0 if len(self._context.stages) > 1 else len(buckets) - len(late)
+        self._num_allowed = self._num_early
         self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
 
     def prepare(self) -> None:
