@@ -20,8 +20,8 @@ from penstock.trainer.users_loss import UsersLoss
 
 ADAPTERS: tuple[type[TrainerAdapter], ...] = (SFT, DPO, KTO, Reward, GRPO, ORPO, CPO)
 
-# The methods in which TRL's trainers compute a loss. An adapter names the means that this loss is the sum of, so a class
-# derived from such a trainer is refused if it has one of these methods itself.
+# The methods in which TRL's trainers compute a loss. An adapter names the means that this loss is the sum of, so a
+# class derived from such a trainer is refused if it has one of these methods itself.
 LOSS_METHODS = ("compute_loss", "_compute_loss", "get_batch_loss_metrics")
 # Why another trainer of TRL is refused, and what to do instead.
 NO_ADAPTER = (
