@@ -92,7 +92,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         outcomes: bool = False,
         init: bool = True,
         environment: dict[str, str] | None = None,
