@@ -40,6 +40,7 @@ from tests.support.checkpoint_ranks import (
     loaded,
     on_ranks,
     raised,
+    save_alone,
     scramble,
     split_copies,
     trained,
@@ -316,10 +317,12 @@ penstock.save_checkpoint(sys.argv[1], model=transformers.GPT2LMHeadModel(config)
 # -- what is in them ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("shard_size", ["4KB", "1GB"])
-def test_weights_of_an_ordinary_checkpoint_are_not_hidden(shard_size: str, tmp_path: Path) -> None:
+def test_weights_of_an_ordinary_checkpoint_are_not_hidden(shard_size: str, safe: bool, tmp_path: Path) -> None:
+    """transformers prefers safetensors files, of which a run's are, to .bin files."""
     reference = FAMILIES["gpt2"].build(dtype=torch.float32)
-    reference.save_pretrained(tmp_path, max_shard_size=shard_size)
+    save_alone(reference, tmp_path, merge_checkpoints=True, max_shard_size=shard_size, safe_serialization=safe)
     before = sorted(os.listdir(tmp_path))
     models = split_copies(scramble(copy.deepcopy(reference), 1), 2)
 

@@ -332,14 +332,15 @@ class ParallelFormat(SaveFormat):
         return self.once and self._place.tensor_parallel_size == 1
 
     def _refuse_to_hide(self, directory: str) -> None:
-        """Raise CheckpointError if there are weights of the same kind of file that plain transformers could not read
+        """Raise CheckpointError if there are weights, of any kind of file, that plain transformers could not read
         beside these any more, or would read in their place."""
         variant = self.options.variant
-        single, index = weight_file_names(self.options.extension, variant, self.diffusers)
         is_of_a_run = os.path.lexists(os.path.join(directory, manifest_name(variant)))
-        for name in (single, index) if self._has_index else ():
+        names = [weight_file_names(extension, variant, self.diffusers) for extension in EXTENSIONS]
+        for name in chain(*names) if self._has_index else ():
             path = os.path.join(directory, name)
-            if os.path.lexists(path) and not (name == index and _leads_to_rank_files(path, variant, is_of_a_run)):
+            is_index = name.endswith(".json")
+            if os.path.lexists(path) and not (is_index and _leads_to_rank_files(path, variant, is_of_a_run)):
                 raise CheckpointError(
                     f"{path} is of an ordinary checkpoint, and transformers could read only one of the two in this "
                     "folder: save to another one, or remove the weights in this one first"
