@@ -16,7 +16,7 @@ from bitsandbytes.optim import AdamW8bit
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import penstock
@@ -425,7 +425,10 @@ def refusals(folder: Path) -> list[str]:
         with pytest.raises(NotImplementedError) as caught:
             parallelize(model, 1, tensor_parallel_size=2 if number == 1 else 1)
         said.append(str(caught.value))
-    return said
+    none_packed = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["model", "lm_head"])
+    with pytest.raises(NotImplementedError) as caught:
+        penstock.from_pretrained(str(folder), quantization_config=none_packed, pipeline_parallel_size=2)
+    return [*said, str(caught.value)]
 
 
 def test_what_loading_cannot_know_is_refused_by_name() -> None:
@@ -444,6 +447,7 @@ def test_what_is_not_known_is_refused_by_name(pool: Pool) -> None:
         "model.embed_tokens, a Embedding4bit, has packed weights, but is no linear layer",
         "model.layers.1.mlp.up_proj has packed weights that require gradients",
         "is quantised by quanto, but none of its layers has packed weights of a kind that is known here",
+        "is quantised by bitsandbytes, but none of its layers has packed weights of a kind that is known here",
     ]
     for said in pool.run(2, refusals, base("llama")):
         assert all(part in text for part, text in zip(expected, said, strict=True)), said

@@ -96,7 +96,7 @@ def plan_and_build(
         configuration, criterion: what the model remembers.
         units: the model's, if they are known.
         loss_in_chunks: see `costs.unit_costs`.
-        make: makes the model with this rank's weights for a layout, where `model` has none.
+        make: makes the model with this rank's weights for a layout, where `model` has none, and marks packed layers.
 
     Raises:
         ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
@@ -109,7 +109,7 @@ def plan_and_build(
     if ranks.rank == 0:
         announce(planned.announcement(model))
     if make is not None:
-        model = mark_packed(make(planned.layout, ranks))
+        model = make(planned.layout, ranks)
     functions = units_and_costs.functions
     return build(model, planned, board, configuration=configuration, criterion=criterion, functions=functions)
 

@@ -19,6 +19,7 @@ from penstock.model.pipeline_model import PipelineModel
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
 from penstock.modeling.libraries import base_of, is_peft_model, of_diffusers
+from penstock.modeling.packed_layers import has_packed, mark_packed, require_packed
 from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.weights.initialise import init_stage, meta_model, resolve_model_class
 from penstock.modeling.weights.load import StageLoadingInfo, forget_ties, load_config, load_stage
@@ -173,17 +174,19 @@ def _make_in_stages(
                 sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
             mine = layout.pipelines[place.pipeline]
 
-            def work() -> Sequence[str]:
+            def work() -> tuple[Sequence[str], bool]:
                 made.append(make(mine.stages, mine.stages_of(place.pipeline_rank), sharding))
                 if is_peft_model(made[0][0]):
                     from penstock.integrations.peft import initialize_peft
 
                     initialize_peft(made[0][0], lambda base: base)
-                return made[0][1].untied
+                return made[0][1].untied, has_packed(mark_packed(base_of(made[0][0])))
 
-            untied = ranks.together("making its part of the model", work)
-            forget_ties(base_of(made[0][0]), set().union(*untied))
-            return base_of(made[0][0])
+            found = ranks.together("making its part of the model", work)
+            base: PreTrainedModel = base_of(made[0][0])
+            forget_ties(base, set().union(*(untied for untied, _ in found)))
+            require_packed(base, any(packed for _, packed in found))
+            return base
 
         made = list[Made]()
         model = build_equal_pipelines(skeleton, configuration, board, criterion, make_mine)

@@ -27,7 +27,8 @@ METHODS = frozenset({"bitsandbytes", "bitsandbytes_experts", "quanto", "torchao"
 
 def mark_packed(model: Model) -> Model:
     """Mark the layers of a model that have packed weights. Returns the model. Raises NotImplementedError if what has
-    packed weights is not known here, or is to be trained."""
+    packed weights is not known here, or is to be trained; of a model that is here as a whole also as
+    `require_packed`."""
     if (method := quantization_method(model)) not in (None, *METHODS):
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
@@ -54,16 +55,25 @@ def mark_packed(model: Model) -> Model:
                 "(model.requires_grad_(False)) and add adapters"
             )
         record_of(module).packed = PackedLayer(inside, outside)
-    if method is not None and _are_loaded(modules.values()) and not any(map(_is_marked, modules.values())):
+    if isinstance(model, nn.Module) and _are_loaded(modules.values()):
+        require_packed(model, has_packed(model))
+    return model
+
+
+def has_packed(model: nn.Module) -> bool:
+    """Whether a layer was marked of what is here of a model."""
+    return any(known_of(module).packed is not None for module in model.modules())
+
+
+def require_packed(model: nn.Module, packed: bool) -> None:
+    """Raise NotImplementedError if a model was quantised, but no layer was marked: `packed` says whether one was on
+    any rank."""
+    method = quantization_method(model)
+    if method is not None and not packed:
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, but none of its layers has packed weights of a "
             f"kind that is known here ({', '.join(sorted(LIBRARIES))}): load it unpacked, or with another configuration"
         )
-    return model
-
-
-def _is_marked(module: nn.Module) -> bool:
-    return known_of(module).packed is not None
 
 
 def _are_loaded(modules: Iterable[nn.Module]) -> bool:
