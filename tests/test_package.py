@@ -17,11 +17,12 @@ from tests.support.launch import run_python
 
 PACKAGE = Path(penstock.__file__).parent
 # What each package may import of the others, for types too, lowest first. `__init__` and `moved` name all of them.
-BASICS = {"nested", "random_state", "tables"}
+BASICS = {"arguments", "nested", "random_state", "tables"}
 CORE = BASICS | {"schedule", "layout", "data", "modeling", "runtime"}
 SHARING = {"tensor_parallel", "context_parallel", "sharded_optimizer"}
 ON_ENGINE = CORE | SHARING | {"config", "generation", "checkpoint", "simulation"}
 BELOW = {
+    "arguments": set[str](),
     "nested": set[str](),
     "random_state": set[str](),
     "tables": set[str](),

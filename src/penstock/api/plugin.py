@@ -135,7 +135,7 @@ class HeterogeneousParallelPlugin:
             context_parallel_size=context_parallel_size,
         )
         loss_scale = LossScale(  # in any precision, so that wrong numbers are refused in any
-            scale=float(initial_scale),
+            scale=initial_scale,
             min_scale=min_scale,
             max_scale=max_scale,
             growth_factor=growth_factor,

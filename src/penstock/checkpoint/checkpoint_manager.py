@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from penstock.arguments import check_count
 from penstock.checkpoint.contents import find_checkpoints
 from penstock.checkpoint.training_checkpoints import (
     Checkpoint,
@@ -59,7 +60,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: `every` or `keep_last` is below 1.
-        TypeError: something that cannot be saved.
+        TypeError: one of them is no integer, or something cannot be saved.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class CheckpointManager:
         **objects: Any,
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None:
+                check_count(name, value)
         self.folder = os.path.abspath(folder)
         self.last: Checkpoint | None = None
         self._model = model

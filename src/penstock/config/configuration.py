@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,20 +194,6 @@ def check_whole_head(key: str, loss_chunk_tokens: int | None, size_key: str, siz
         raise ConfigurationError(
             f"{key} is for whole heads, and {size_key} {size} shards them, and the loss: leave one of the two out"
         )
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless an argument is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise TypeError unless an argument is a number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
 
 
 def take_keys(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.configuration import check_count, check_number
+from penstock.arguments import check_count, check_number
 from penstock.modeling.pipeline_template import PipelineTemplate
 
 # How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands

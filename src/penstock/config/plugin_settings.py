@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.config.configuration import check_count, check_number, check_value, check_whole_head
+from penstock.arguments import check_count, check_number
+from penstock.config.configuration import check_value, check_whole_head
 from penstock.config.elastic import ELASTIC_TIMEOUT, Elastic, check_elastic
 from penstock.layout.pipelines import Schedules, check_schedule
 from penstock.runtime.failures.position import PATIENCE_SECONDS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from penstock.arguments import check_count, check_number
 from penstock.runtime.engine import Engine
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class LossScale:
         backoff_factor: it shrinks by this at an overflow, if that is at least the `hysteresis`-th since it last grew.
 
     Raises:
-        ValueError: the numbers make no sense.
+        TypeError, ValueError: the numbers make no sense.
     """
 
     scale: float = 2.0**16
@@ -39,10 +40,15 @@ class LossScale:
     backoff_factor: float = 0.5
     growth_interval: int = 1000
     hysteresis: int = 2
-    steps_since_overflow: int = 0
-    overflows: int = 0
+    steps_since_overflow: int = field(default=0, init=False)
+    overflows: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        check_number("initial_scale", self.scale)  # as the plugin calls it
+        for name in ("min_scale", "max_scale", "growth_factor", "backoff_factor"):
+            check_number(name, getattr(self, name))
+        for name in ("growth_interval", "hysteresis"):
+            check_count(name, getattr(self, name))
         if not 0 < self.min_scale <= self.scale <= self.max_scale < math.inf:
             raise ValueError(
                 f"the loss scale must lie between min_scale and max_scale, got initial_scale={self.scale}, "
@@ -53,10 +59,7 @@ class LossScale:
                 "growth_factor must be at least 1 and backoff_factor between 0 and 1, got "
                 f"{self.growth_factor} and {self.backoff_factor}"
             )
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"growth_interval and hysteresis must be at least 1, got {self.growth_interval} and {self.hysteresis}"
-            )
+        self.scale = float(self.scale)
 
     def update(self, overflow: bool) -> None:
         if overflow:
