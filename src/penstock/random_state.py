@@ -166,6 +166,8 @@ def _of_numpys_global() -> RandomSource:
 
 
 _GLOBAL = {PYTHON: _of_python(random), NUMPY: _of_numpys_global()}
+# The names of the global generators that are not torch's.
+OUTSIDE_TORCH = tuple(_GLOBAL)
 # By their very classes: `isinstance` asks Python code of torch's.
 _KINDS: dict[type, Callable[[Any], RandomSource]] = {
     type(torch.default_generator): _of_torch,

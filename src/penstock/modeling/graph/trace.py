@@ -45,8 +45,7 @@ from penstock.modeling.tensor_spec import TensorSpec
 from penstock.modeling.weights.whole import names_in_units, unit_of
 from penstock.nested import map_tensors, named_tensors
 from penstock.random_state import (
-    NUMPY,
-    PYTHON,
+    OUTSIDE_TORCH,
     TORCH,
     all_restored,
     drawn_since,
@@ -237,7 +236,7 @@ def _follow(
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
         losses = LossTrace({**arguments, **named}, flow, batch_dim)
-        interceptor.handler, before = recorder, fingerprints((PYTHON, NUMPY), device)
+        interceptor.handler, before = recorder, fingerprints(OUTSIDE_TORCH, device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})

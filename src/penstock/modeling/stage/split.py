@@ -37,8 +37,7 @@ from penstock.modeling.stage.run import StageDone, StageRun
 from penstock.modeling.weights.whole import alias_groups, alias_groups_by_identity, refuse_common_memory
 from penstock.nested import map_tensors
 from penstock.random_state import (
-    NUMPY,
-    PYTHON,
+    OUTSIDE_TORCH,
     TORCH,
     RandomSource,
     drawn_since,
@@ -375,7 +374,7 @@ class SplitModel:
 
     def _watched(self, plan: DataflowPlan, stage: int, forward: Callable[[], Any]) -> Any:
         """Run a stage's forward; warn if it draws from what its trace has not, and seed that from then on."""
-        before = fingerprints({TORCH, PYTHON, NUMPY}.difference(plan.draws, self._drawn), self.device)
+        before = fingerprints({TORCH, *OUTSIDE_TORCH}.difference(plan.draws, self._drawn), self.device)
         output = forward()
         if drawn := drawn_since(before, self.device):
             self._drawn |= drawn
