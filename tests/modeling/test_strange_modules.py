@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.modeling.graph.dataflow import Untraceable
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.units import list_units
 from tests.support.pool import Pool
 from tests.support.strange_models import Strange, batch, build, criterion, drawn, inputs_of

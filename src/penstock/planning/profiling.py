@@ -19,8 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock.modeling.graph.chunked_loss import head_unit, refuse_head
 from penstock.modeling.graph.crossing import BoundaryReport, boundary_before
-from penstock.modeling.graph.dataflow import ReachedInside, Untraceable
+from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dtype_of, dummy_inputs
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.graph.units import trace_units, traced_units, without_cache

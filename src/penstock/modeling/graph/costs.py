@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.modeling.graph.chunked_loss import head_unit
-from penstock.modeling.graph.dataflow import ReachedInside, Untraceable, Value
+from penstock.modeling.graph.dataflow import ReachedInside, Value
 from penstock.modeling.graph.dummy_inputs import dummy_inputs
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import trace_units, without_cache
 from penstock.modeling.libraries import configuration_of

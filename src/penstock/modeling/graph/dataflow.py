@@ -226,16 +226,6 @@ class DataFlow(TorchDispatchMode):
         return output
 
 
-class Untraceable(Exception):
-    """The forward cannot be followed; the message says why. Raised inside a unit or between units.
-
-    Attributes:
-        num_calls: of units, before that.
-    """
-
-    num_calls = 0
-
-
 class ReachedInside(Exception):
     """The model's code uses a unit's tensor without calling the unit."""
 

@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLossError, head_unit, refuse_head
-from penstock.modeling.graph.dataflow import ReachedInside, Untraceable
+from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import refuse_arguments
 from penstock.modeling.graph.loss import Criterion
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions, flatten
 from penstock.modeling.graph.trace import Trace, trace

@@ -17,6 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.modeling.collectives import refuse_operation
 
 
+class Untraceable(Exception):
+    """The forward cannot be followed; the message says why. Raised inside a unit or between units.
+
+    Attributes:
+        num_calls: how many calls of units there were before.
+    """
+
+    num_calls = 0
+
+
 class TraceFacts:
     """What was seen of the operations of one trace.
 
@@ -32,7 +42,8 @@ class TraceFacts:
         self.batchwise: set[str] = set()
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note an operation. Raises `OwnCollective` if it communicates with other processes."""
+        """Note an operation, if `_traits` finds something in it. Raises `OwnCollective` if it communicates with other
+        processes."""
         traits = _traits(func)
         if not traits:
             return

@@ -18,8 +18,13 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
-from penstock.modeling.graph.dataflow import Untraceable
-from penstock.modeling.graph.meta_operations import AssumedValues, KnownValues, RememberedOperations, TraceFacts
+from penstock.modeling.graph.meta_operations import (
+    AssumedValues,
+    KnownValues,
+    RememberedOperations,
+    TraceFacts,
+    Untraceable,
+)
 from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks

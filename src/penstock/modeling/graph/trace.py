@@ -31,11 +31,11 @@ from penstock.modeling.graph.dataflow import (
     Sources,
     TensorInsideUnit,
     TensorOutsideUnits,
-    Untraceable,
     Value,
 )
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder, with_more_samples
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import narrow_copy

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.modeling.graph.dataflow import ReachedInside, Untraceable
+from penstock.modeling.graph.dataflow import ReachedInside
 from penstock.modeling.graph.dummy_inputs import InputsNeeded, dummy_inputs, refuse_arguments
+from penstock.modeling.graph.meta_operations import Untraceable
 from penstock.modeling.graph.plan import refusal
 from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.trace import ChangedBuffer, Trace, UnitInAutogradFunction, trace
