@@ -1,8 +1,8 @@
 """What Penstock adds to a model's modules and removes again: one attribute, swapped classes, interception.
 
 The class of an intercepted module is swapped for a subclass whose `__call__` asks the active handler first. A forward
-hook could not do this: hooks and `forward` run inside the region that gradient checkpointing recomputes, where a value
-received from another stage would be taken for a constant."""
+hook could not do this: `forward`, and with some versions of transformers also hooks, run inside the region that
+gradient checkpointing recomputes, where a value received from another stage would be taken for a constant."""
 
 from __future__ import annotations
 
