@@ -165,7 +165,7 @@ class ContextParallel:
                 target = pytree.tree_leaves(shapes[name], is_leaf=_is_shape)[place]
                 rows = leaf
                 if leaf.dim() == len(target) and leaf.shape[1:] == target[1:] and leaf.shape[0] != target[0]:
-                    rows = leaf.unflatten(0, (-1, 2 * cut.piece))  # the tokens of all samples one after another
+                    rows = leaf.unflatten(0, (-1, cut.tokens))  # the tokens of all samples one after another
                     target = (rows.shape[0], cut.length, *target[1:])
                 dim = next((dim for dim, size in enumerate(target) if size != rows.shape[dim]), None)
                 if dim is not None:

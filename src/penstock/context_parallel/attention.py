@@ -163,7 +163,7 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     part = _under_way[-1]
     cut, of_whole = part.cut, kwargs["mask_function"]
     separates, part.separates = part.separates and part.packed is not None, False
-    own = 2 * cut.piece
+    own = cut.tokens
     if kwargs["q_length"] != own or kwargs["kv_length"] not in (own, cut.length) or kwargs.get("use_vmap"):
         raise NotImplementedError(
             f"the model makes a mask for {kwargs['q_length']} queries and {kwargs['kv_length']} keys, which is not one "

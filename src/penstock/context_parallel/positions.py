@@ -69,7 +69,7 @@ def _are_own(part: SequencePart, given: Any) -> bool:
     """Whether these are a part's own position ids."""
     if not isinstance(given, torch.Tensor):
         return False
-    return given.dim() == 2 and not given.is_floating_point() and given.shape[1] == 2 * part.cut.piece
+    return given.dim() == 2 and not given.is_floating_point() and given.shape[1] == part.cut.tokens
 
 
 def _part(part: SequencePart | None, output: Any) -> Any:

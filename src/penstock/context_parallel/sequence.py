@@ -17,10 +17,9 @@ from torch.nn import functional
 from transformers import masking_utils
 
 from penstock.data.microbatch import WITHOUT_BATCH
+from penstock.data.packed import LENGTHS
 from penstock.modeling.graph.loss import NUM_ITEMS, LossTerm
 
-# What an attention over packed rows is told besides the positions, which tell as much.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 SHIFTED = "shift_labels"
 IGNORED = -100
 
@@ -46,8 +45,14 @@ class Cut:
         return -(-self.length // (2 * self.size))
 
     @property
+    def tokens(self) -> int:
+        """Tokens in a part."""
+        return 2 * self.piece
+
+    @property
     def padded(self) -> int:
-        return 2 * self.size * self.piece
+        """Tokens in all parts."""
+        return self.size * self.tokens
 
     @property
     def all_parts(self) -> list[Cut]:
@@ -59,7 +64,7 @@ class Cut:
         return part * self.piece, (2 * self.size - 1 - part) * self.piece
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """The places of this part's tokens in the whole sequence, shape (2 * piece,)."""
+        """The places of this part's tokens in the whole sequence, shape (tokens,)."""
         steps = torch.arange(self.piece, device=device)
         return torch.cat([steps + start for start in self.pieces_of(self.index)])
 
@@ -140,7 +145,7 @@ def cut_inputs(
     """
     length = length_of(inputs)
     cut = Cut(length, index, size)
-    if length <= 2 * cut.piece:
+    if length <= cut.tokens:
         raise NotImplementedError(
             f"context_parallel_size {size} cannot share out sequences of {length} tokens: give longer sequences"
         )
@@ -163,9 +168,9 @@ def cut_inputs(
     given = inputs.get("position_ids")
     own_inputs: dict[str, Any] = {}
     for name, value in inputs.items():
-        if name in PACKING and given is not None:
+        if name in LENGTHS and given is not None:
             continue
-        if name in PACKING:
+        if name in LENGTHS:
             raise NotImplementedError(f"{name} without position_ids: under context_parallel_size give both")
         if value is None or isinstance(value, bool | int | float | str) or name == NUM_ITEMS:
             own_inputs[name] = value

@@ -106,7 +106,7 @@ class LossTerm:
     mask: str | None = None  # an argument of the same shape; elements where it is not 1 are not counted
     limit: str | None = None  # for `"positions"`, the argument whose second dimension bounds them
     weights: ClassWeights | None = None  # for `"tokens"`: the weights of their classes are added up in place of ones
-    calls: tuple[int, ...] = ()  # positions, among the forward's loss functions, of those with this mean
+    calls: tuple[int, ...] = ()  # numbers of the calls of loss functions in the forward that give this mean
 
     def count(self, inputs: Mapping[str, Any], num_samples: int | None = None) -> int | torch.Tensor:
         """The number of elements in the mean for these inputs (1 for a sum): shape () where it depends on values."""
@@ -192,8 +192,8 @@ class LossRule:
         return max(shares) if self.rest is None else shares[-1]
 
     def scale(self, loss: torch.Tensor, shares: Sequence[float], connected: Any) -> torch.Tensor:
-        """The share of a loss computed under `weighing`; it is NaN where nothing was counted. A zero share keeps its
-        place in the autograd graph through `connected`, outputs of the same forward."""
+        """The share of `loss`, which was computed under `weighing`. Where nothing was counted, `loss` is NaN, and its
+        share is zero, which keeps its place in the autograd graph through `connected`, outputs of the same forward."""
         share = self._base(shares)
         return loss * share if share else zero_loss(loss, connected)
 

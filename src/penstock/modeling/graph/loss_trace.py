@@ -185,9 +185,9 @@ class LossTrace:
     ) -> tuple[LossTerm, str]:
         """The term of a loss that is given classes: the labels, shifted or not, maybe only where a mask is 1.
 
-        The elements that count may have been selected before: by the mask, or by nothing but the labels. Which labels
-        are valid then cannot be seen, but whether every non-negative one is: the placeholders have no others. Targets
-        that are probabilities have no such placeholder: only what a mask selects of them is known."""
+        The elements that count may have been selected before: by the mask, or by nothing but the labels. Of these
+        it can be seen only whether all that are not negative count, as the placeholders have no others. Targets that
+        are probabilities have no such placeholder: only what a mask selects of them is known."""
         of_target, of_both = self._flow.sources(target), self._flow.sources((prediction, target))
         selected = any(isinstance(source, DataDependentTensor) for source in of_both)
         given, labels = _given(of_target), list(filter(is_label, _given(of_target)))

@@ -36,7 +36,7 @@ _DECIDES = {
     "where": "condition", "masked_fill": "mask", "index": "indices", "masked_select": "mask", "gather": "index",
     "index_select": "index", "index_put": "indices",
 }  # fmt: skip
-# Products of matrices, and functions of the samples one by one that no argument says so of.
+# Products of matrices; and functions of each sample by itself that have no argument which says so.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
 _BY_SAMPLES = frozenset({"embedding", "_ctc_loss", "log_sigmoid_forward"})
 # Their mean is over the elements that are not ignored, and weighted.
@@ -166,8 +166,8 @@ class OperationRecord:
         return tensor if here is None else TensorRef(here.get(_geometry(tensor)), tensor.shape)
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
-        """Whether a tensor has some of the values that inputs have and no others, or `labels` do not decide which; may
-        be after the operations `others`, and what compares labels with zero or less."""
+        """Whether a tensor has nothing but values of inputs, and constants. `labels` may decide which only by being
+        compared with a number of zero or less. The operations `others` count as keeping values."""
         ref = self.find(tensor)
         return ref is None or self._keeps(ref, labels, others)
 
