@@ -64,7 +64,8 @@ class Recovery(Protocol):
         """Load all values. `load`: returns the step of what it has loaded; None if nothing has changed."""
 
     def commit_update(self, prepare: Callable[[], Callable[[], T]]) -> T:
-        """Make an update. `prepare`: does what needs other ranks, and returns the update, which needs none."""
+        """Make an update. `prepare`: does what needs other ranks, and returns the update, which needs none but for what
+        `complete_update` is given."""
 
     def complete_update(self, work: Callable[[], object]) -> None:
         """From within an update: do what needs other ranks, once it is made."""
