@@ -74,8 +74,9 @@ def _new(engine: Engine) -> Decoding:
 @dataclass
 class Group:
     """The state of one group of a batch while it is decoded. `tokens_only`: whether the rank of the last stage alone
-    chooses tokens from logits; the others get the tokens. `token`: the tokens that were or will be chosen after the
-    last forward, until they are there. `forwards`: how many have been on this rank's stages."""
+    chooses tokens from logits; the others get the tokens. `token`: what the tokens are like that are chosen after the
+    last forward; None once they are here, or were sent. `expected`: the message with them, where they are received.
+    `forwards`: how many have been on this rank's stages."""
 
     forwards: int = 0
     tokens_only: bool = False
@@ -94,7 +95,7 @@ class Clock:
 
     @classmethod
     def of(cls, pipeline: PipelineLayout, number: int) -> Clock:
-        """That of so many groups."""
+        """The clock of `number` groups."""
         ranks = pipeline.stage_to_rank
         spacing = max(len(list(stages)) for _, stages in groupby(ranks))
         return cls(spacing, max(len(ranks), spacing * number))

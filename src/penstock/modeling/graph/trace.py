@@ -85,6 +85,7 @@ class ForwardFacts:
         draws: from what it draws random numbers, by the names in `random_state`.
         batchwise: the operations in it whose backward depends on the whole batch.
         fields: the names of the output's fields, also of those that are None in this forward.
+        form: how these make up what the forward returned; None if that is a `ModelOutput`.
         head: the unit whose logits are made a chunk of tokens at a time, None if no loss asks for that.
     """
 
@@ -105,8 +106,9 @@ class Trace(ForwardFacts):
     """What a forward does with its units.
 
     Attributes:
-        controls: number of calls made before, and sources, of each value that decided what Python did next.
+        controls: for each value that decided what Python did next, the number of calls made before, and its sources.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
+        output_shapes: the shapes of the output's tensors.
     """
 
     calls: tuple[TracedCall, ...]
