@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from penstock import Booster, Elastic, HeterogeneousParallelPlugin, PipelineFailure, PipelineTemplate
 from penstock.layout.pipelines import parse_pipelines
+from tests.runtime.test_optimizer_trial import ByAllNorms, ByAllNormsIfAny
 from tests.support.families import FAMILIES
 from tests.support.hetero import batch_size, make_plugin, pad, samples
 from tests.support.pool import Pool, WorkerDied
@@ -167,6 +168,15 @@ def test_what_comes_too_early_or_is_of_another_kind_is_said() -> None:
         HeterogeneousParallelPlugin(tp_size=2).configure(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="plugin must be a HeterogeneousParallelPlugin, got NoneType"):
         Booster(plugin=None)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("kind", [ByAllNorms, ByAllNormsIfAny])
+def test_an_optimizer_that_clips_in_its_step_is_refused_before_an_elastic_run_begins(kind: Any) -> None:
+    """There is no store to ask: nothing is exchanged."""
+    model: Any = FAMILIES["gpt2"].build()
+    with pytest.raises(NotImplementedError, match=f"with elastic= {kind.__name__} cannot clip gradients in its step"):
+        HeterogeneousParallelPlugin(**ELASTIC).configure(model, kind(model.parameters(), lr=0.1))
+    assert not dist.is_initialized()
 
 
 def test_a_template_of_another_model_is_refused_before_a_process_group_is_made() -> None:

@@ -32,6 +32,16 @@ class ByAllNorms(torch.optim.SGD):
         return super().step(closure)
 
 
+class ByAllNormsIfAny(torch.optim.SGD):
+    """Clips as `ByAllNorms`, but where there are no gradients it does not ask for their norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        weights = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        if weights:
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        return super().step(closure)
+
+
 class ByOwnNorm(torch.optim.SGD):
     """Divides by the norm of all gradients, which it computes itself."""
 
@@ -99,6 +109,7 @@ ALONE: list[Any] = [
         (partial(Adafactor, relative_step=False), Dependence.MATRIX),
         (ByNorms, Dependence.MATRIX),
         (ByAllNorms, Dependence.NOTHING),
+        (ByAllNormsIfAny, Dependence.PARAMETERS),
         (ByOwnNorm, Dependence.PARAMETERS),
         (ClippedAlone, Dependence.PARAMETERS),
     ],

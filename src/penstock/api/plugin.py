@@ -52,6 +52,7 @@ from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.formation import digest_of, facts_of, new_job
 from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker
+from penstock.runtime.torch_calls import clips_in_step
 from penstock.schedule.registry import AUTO
 from penstock.schedule.text import summary
 from penstock.simulation.describe import LayoutDescription, describe_layout
@@ -487,9 +488,15 @@ class HeterogeneousParallelPlugin:
             raise ValueError(
                 "with elastic= configure() needs the optimizer: the run goes on from its steps after a loss"
             )
+        inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+        if clips_in_step(inner, model.device):
+            raise NotImplementedError(
+                f"with elastic= {type(inner).__name__} cannot clip gradients in its step, as a step is not made again "
+                "after a loss: give the plugin max_norm, or clip with booster.clip_grad_norm"
+            )
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
-        return optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
+        return inner
 
     def _take_layout(self, generations: Generations, generation: Generation) -> tuple[Layout, ScheduleMaker]:
         """Make a generation's pipelines those of the plugin, and of its loaders."""

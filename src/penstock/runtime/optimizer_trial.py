@@ -1,6 +1,7 @@
 """What an optimizer's update of a weight depends on, as it is seen on tiny weights: a fresh optimizer of the same class
 and options takes a few steps on one, on that beside another, and on its halves. The norm of all gradients is no
-dependence if torch's `clip_grad_norm_` or `get_total_norm` takes it: over stages it is that of the whole model.
+dependence if torch's `clip_grad_norm_` or `get_total_norm` takes it: over stages it is that of the whole model, which
+every rank must ask for, also one without gradients.
 
 Only what these steps show is found: not what begins later, and nothing of an optimizer that draws random numbers, or
 that cannot be made anew."""
@@ -11,7 +12,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from types import CellType
 from typing import Any
@@ -43,39 +44,52 @@ class Dependence(IntEnum):
 
 def dependence(optimizer: Optimizer, device: torch.device) -> Dependence:
     """What updates of `optimizer`, whose weights are on `device`, depend on, as far as its steps show it."""
-    kinds = {str({**_options(group), "lr": 0}): group for group in optimizer.param_groups}
-    return max((_dependence(optimizer, group, device) for group in kinds.values()), default=Dependence.NOTHING)
+    return max((_dependence(optimizer, group, device) for group in _kinds(optimizer)), default=Dependence.NOTHING)
+
+
+def clips(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether steps of `optimizer` on `device` take the norm of all gradients by torch's functions, as far as they show
+    it."""
+    one, _ = _histories(device)
+    with suppress(Exception), _apart():
+        return any(_takes_norm(optimizer, group, one) for group in _kinds(optimizer))
+    return False
 
 
 def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Dependence:
-    random = torch.Generator().manual_seed(0)
-    # Rows and columns are unlike, and so large that what limits a norm does it.
-    scale = torch.arange(1, SIZE + 1, dtype=torch.float64)
-    matrices = torch.randn(2 * (1 + NUM_STEPS), SIZE, SIZE, dtype=torch.float64, generator=random)
-    matrices = (matrices * scale * scale.unsqueeze(1)).to(device)
-    # Of two weights the values at first, and the gradients in each step.
-    one, other = matrices.unflatten(0, (2, -1))
+    one, other = _histories(device)
     top, bottom = one.chunk(2, dim=1)
     left, right = one.chunk(2, dim=2)
     try:
-        with (
-            RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad(), _unheard(),
-        ):  # fmt: skip
+        with _apart():
             (alone,), (again,) = _updates(optimizer, group, [one]), _updates(optimizer, group, [one])
             together, _ = _updates(optimizer, group, [one, other])
             rows = torch.cat(_updates(optimizer, group, [top, bottom]), dim=0)
             columns = torch.cat(_updates(optimizer, group, [left, right]), dim=1)
+            # A rank whose weights have no gradients would let the others wait for it.
+            asks_alike = not _takes_norm(optimizer, group, one) or _takes_norm(optimizer, group, one[:1])
     except OwnCollective:
         return Dependence.RANKS
     except _NormOfSome:
         return Dependence.PARAMETERS
     except Exception:  # whatever a class of the user's raises that cannot be made like this
         return Dependence.NOTHING
+    if not asks_alike:
+        return Dependence.PARAMETERS
     if not _nearly_equal(alone, again):  # it draws random numbers
         return Dependence.NOTHING
     if not _nearly_equal(alone, together):
         return Dependence.PARAMETERS
     return Dependence.NOTHING if _nearly_equal(alone, rows) and _nearly_equal(alone, columns) else Dependence.MATRIX
+
+
+def _histories(device: torch.device) -> torch.Tensor:
+    """Of two weights the values at first, and the gradients in each step."""
+    random = torch.Generator().manual_seed(0)
+    # Rows and columns are unlike, and so large that what limits a norm does it.
+    scale = torch.arange(1, SIZE + 1, dtype=torch.float64)
+    matrices = torch.randn(2 * (1 + NUM_STEPS), SIZE, SIZE, dtype=torch.float64, generator=random)
+    return (matrices * scale * scale.unsqueeze(1)).to(device).unflatten(0, (2, -1))
 
 
 def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -91,27 +105,50 @@ def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence
     return [weight.detach() - first for weight, (first, *_) in zip(weights, histories, strict=True)]
 
 
+def _takes_norm(optimizer: Optimizer, group: Mapping[str, Any], history: torch.Tensor) -> bool:
+    """Whether one of a few steps of a fresh optimizer takes the norm of all gradients by torch's functions. `history`:
+    the first value of a weight, and its gradients in each step, if it gets any."""
+    first, *gradients = history
+    weight = torch.nn.Parameter(first.clone())
+    fresh = _like(optimizer, group, [weight])
+    for step in range(NUM_STEPS):
+        weight.grad = gradients[step].clone() if gradients else None
+        with _norms_of([weight]) as asked, suppress(Exception):  # some cannot do without gradients, but ask before
+            fresh.step()
+        if asked:
+            return True
+    return False
+
+
 class _NormOfSome(Exception):
     """A norm was asked for that is not of all gradients. Each rank would give it other ones."""
 
 
 @contextmanager
-def _norms_of(weights: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Inside, the norm of all gradients of `weights` is 1, as it is given to the optimizer; another one is an error."""
-    gradients = {id(weight.grad) for weight in weights}
+def _norms_of(weights: Sequence[torch.nn.Parameter]) -> Iterator[list[str]]:
+    """Inside, the norm of all gradients of `weights` is 1, as it is given to the optimizer; another one is an error.
+    Gives the functions that it was asked of."""
+    gradients = {id(weight.grad) for weight in weights if weight.grad is not None}
+    asked = list[str]()
 
     def norm_of_all(tensors: Any, *_: Any, **__: Any) -> torch.Tensor:
+        asked.append("get_total_norm")
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if {*map(id, given)} != gradients:
             raise _NormOfSome
-        return given[0].new_ones(())
+        return given[0].new_ones(()) if given else torch.ones(())
 
-    cell = inner_function(torch.nn.utils.get_total_norm)
-    before, cell.cell_contents = cell.cell_contents, norm_of_all
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        asked.append("clip_grad_norm_")  # which may need no norm where there are no gradients
+        return clip_of_torch(*args, **kwargs)
+
+    norms, clipping = inner_function(torch.nn.utils.get_total_norm), inner_function(torch.nn.utils.clip_grad_norm_)
+    norm_of_torch, norms.cell_contents = norms.cell_contents, norm_of_all
+    clip_of_torch, clipping.cell_contents = clipping.cell_contents, clip
     try:
-        yield
+        yield asked
     finally:
-        cell.cell_contents = before
+        norms.cell_contents, clipping.cell_contents = norm_of_torch, clip_of_torch
 
 
 def inner_function(wrapper: Any) -> CellType:
@@ -121,12 +158,14 @@ def inner_function(wrapper: Any) -> CellType:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """Hooks for the steps of all optimizers do not hear of those inside. One of them may be under way."""
+def _apart() -> Iterator[None]:
+    """Steps inside exchange nothing with other ranks and leave random numbers as they were; hooks for the steps of all
+    optimizers do not hear of them. One of these may be under way."""
     before = torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks
     torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = OrderedDict(), OrderedDict()
     try:
-        yield
+        with RefusedCollectives(lambda: "an optimizer"), all_restored(generators_in_use()), torch.no_grad():
+            yield
     finally:
         torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks = before
 
@@ -151,6 +190,11 @@ def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torc
             raise TypeError(f"{kind.__name__} does not keep its argument {parameter.name}")
     made: Optimizer = kind([{**options, "params": list(weights)}], **arguments)
     return made
+
+
+def _kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """One group for each set of options."""
+    return list({str({**_options(group), "lr": 0}): group for group in optimizer.param_groups}.values())
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.gradients.holders import HeldParameter
-from penstock.runtime.optimizer_trial import Dependence, dependence, inner_function
+from penstock.runtime.optimizer_trial import Dependence, clips, dependence, inner_function
 
 # What a trial of an optimizer may fail to show is known by the names of classes, of torch and others. Those that use
 # sums over all parameters: a line search, a norm, a distance. timm's Lamb first clips by the norm of all gradients.
@@ -194,7 +194,7 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     instead, ids = "", set(map(id, parameters))
     if depends_on is Dependence.PARAMETERS:
         how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
-        instead = " (clip gradients before step(), if it does that)"
+        instead = " (clip gradients before step(), or in it also if there are none, if it does that)"
     elif depends_on is Dependence.MATRIX and any(
         weight.sliced and id(weight.parameter) in ids for engine in engines for weight in engine.held
     ):
@@ -222,6 +222,12 @@ def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Depende
         depends_on = dependence(optimizer, engines[0].device)
         _tried[optimizer] = len(optimizer.param_groups), depends_on
     return depends_on
+
+
+def clips_in_step(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a trial on `device` shows that an optimizer's step clips by the norm of all gradients. Torch's own do
+    not."""
+    return not _is_torchs(type(optimizer)) and clips(optimizer, device)
 
 
 def _is_torchs(kind: type[Optimizer]) -> bool:
