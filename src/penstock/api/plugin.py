@@ -491,8 +491,9 @@ class HeterogeneousParallelPlugin:
         inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
         if clips_in_step(inner, model.device):
             raise NotImplementedError(
-                f"with elastic= {type(inner).__name__} cannot clip gradients in its step, as a step is not made again "
-                "after a loss: give the plugin max_norm, or clip with booster.clip_grad_norm"
+                f"with elastic= {type(inner).__name__} cannot clip gradients in its step: that needs all ranks, of which "
+                "one may be lost in the middle of an update. Give the plugin max_norm, or clip with "
+                "booster.clip_grad_norm"
             )
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")
