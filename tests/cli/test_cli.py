@@ -497,6 +497,18 @@ def test_experts_are_planned_in_float32() -> None:
     assert all(max(pipeline["bytes of each rank"]) > weights for pipeline in json.loads(result.output)[0]["pipelines"])
 
 
+def test_a_model_of_ones_own_has_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    def needed(*more: object) -> float:
+        (plan,) = json.loads(run("plan", *SMALL, "--json", *more).output)
+        return max(plan["pipelines"][0]["bytes of each rank"])
+
+    assert needed() == needed("--dtype", "fp32")
+    assert needed("--dtype", "bf16") == pytest.approx(needed() / 2, rel=0.1)
+    for asked, expected in (((), "float32"), (("--dtype", "float64"), "float64")):
+        assert run("profile", *SMALL, *asked, "-o", tmp_path / "profile.json").exit_code == 0
+        assert json.loads((tmp_path / "profile.json").read_text())["about"]["dtype"] == expected
+
+
 def test_recomputation_is_chosen_where_it_makes_the_job_fit() -> None:
     arguments = ("plan", "tests.cli.test_cli:small_gpt2", "--length", 16, "--global-batch-size", 32, "--json")
 

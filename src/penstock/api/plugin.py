@@ -491,7 +491,7 @@ class HeterogeneousParallelPlugin:
         inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
         if clips_in_step(inner, model.device):
             raise NotImplementedError(
-                f"with elastic= {type(inner).__name__} cannot clip gradients in its step: that needs all ranks, of which "
+                f"with elastic= {type(inner).__name__} cannot clip gradients in its step: that needs all ranks, and "
                 "one may be lost in the middle of an update. Give the plugin max_norm, or clip with "
                 "booster.clip_grad_norm"
             )

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from penstock.planning.profile import Profile
 
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sample.")]
-OF_DTYPE = "Type of weights and activations: fp32, bf16 or fp16, or torch's names."
-Dtype = Annotated[str, typer.Option(help=OF_DTYPE)]
+OF_DTYPE = (
+    "Type of weights and activations: fp32, bf16 or fp16, or torch's names (default: fp32; MODULE:NAME has its own)."
+)
+Dtype = Annotated[str | None, typer.Option(help=OF_DTYPE)]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 OF_OPTIMIZER = "adam (two numbers for each weight) or sgd (none)."
 Optimizer = Annotated[str, typer.Option(help=OF_OPTIMIZER)]
@@ -89,7 +91,7 @@ def profile(
     batch: Annotated[int | None, typer.Option(*MICROBATCH, "--batch", min=1, help=OF_INPUTS.format(1))] = None,
     length: Length = 128,
     inputs: Inputs = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     loss_chunk_tokens: Chunk = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: a GPU if there is one).")] = None,
     optimizer: Optimizer = "adam",
@@ -156,7 +158,7 @@ def plan(
     # Nothing by default, as a profile has its own.
     length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample (default: 128).")] = None,
     inputs: Inputs = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{OF_DTYPE} Default: fp32.")] = None,
+    dtype: Dtype = None,
     optimizer: Annotated[str | None, typer.Option(help=f"{OF_OPTIMIZER} Default: adam.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Devices of each node: 2x4, or 4,8 (default: one node).")] = None,
     copies: Annotated[int, typer.Option(min=1, help="The least number of pipelines that hold each unit.")] = 1,
@@ -214,7 +216,7 @@ def plan(
             microbatch = int(found.about.get("microbatch", 4))
         else:
             classes = parse_devices(devices, memory, speed)
-            whole, microbatch = _model(model, inputs, microbatch, 4, dtype or "float32", quantization, lora_rank)
+            whole, microbatch = _model(model, inputs, microbatch, 4, dtype, quantization, lora_rank)
             found = profile_model(
                 whole, microbatch, length or 128, operations_per_second=_fastest([kind.name for kind in classes]),
                 optimizer_states=_states(optimizer or "adam"),
@@ -288,12 +290,13 @@ def _model(
     inputs: str | None,
     microbatch: int | None,
     usual: int,
-    dtype: str,
+    dtype: str | None = None,
     quantization: str | None = None,
     rank: int | None = None,
 ) -> tuple[nn.Module, int]:
-    """The user's MODEL, and the samples of a microbatch: those given, those of its inputs, or the `usual` number. One
-    that is named is of this type; with a packed base and adapters."""
+    """The user's MODEL, and the samples of a microbatch: those given, those of its inputs, or the `usual` number. It is
+    of type `dtype`; None is float32, but what a user's own code makes is then as it was made. With a packed base and
+    adapters."""
     from torch import nn
 
     from penstock.checking.check import build_on_meta
@@ -303,9 +306,10 @@ def _model(
 
     if rank is None and quantization is not None:
         raise ValueError("--quantization needs --lora-rank 16: packed weights are not trained, adapters on them are")
-    kind, subject = _dtype(dtype), subject_of(name, inputs)
+    kind = None if dtype is None and ":" in name else _dtype(dtype or "float32")
+    subject = subject_of(name, inputs)
     model = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
-    if ":" not in name:
+    if kind is not None:
         nn.Module.to(model, kind)  # models of diffusers warn of it
     samples = usual if microbatch is None else microbatch
     if (given := known_of(model).example_inputs) is not None:
@@ -367,7 +371,7 @@ def fit(
         classes = parse_devices(devices, memory, speed)
         cluster = Cluster(classes, inside=USUAL_INSIDE)
         fastest = _fastest([kind.name for kind in classes])
-        subject, microbatch = _model(model, inputs, microbatch, 1, "float32")
+        subject, microbatch = _model(model, inputs, microbatch, 1)
         num_microbatches = _microbatches(global_batch, microbatch, 16)
         sizes = f"{type(subject).__name__}{' in its default size' * model.isidentifier()}"
         on = f"{devices} devices" if devices.isdigit() else devices
