@@ -67,7 +67,7 @@ def test_live_microbatches_are_those_of_the_papers(size: tuple[int, int]) -> Non
         schedule = build(name, p, m)
         for rank, peak in enumerate(per_rank_peak(schedule)):
             held, live = peak / len(schedule.stages_of(rank)), live_microbatches(name, p, rank, m)
-            assert held == live if name in ("gpipe", "1f1b", "zb-h1") else held <= live
+            assert held == live if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") else held <= live
     # A microbatch of the whole model is two stages' worth on each rank of a V.
     assert max(per_rank_peak(build("zb-v", p, m))) <= 2 * min(m, p)
     assert max(per_rank_peak(build("v-half", p, m))) <= 2 * min(m, (p + 2) // 2)

@@ -89,7 +89,7 @@ def _histories(device: torch.device) -> torch.Tensor:
     # Rows and columns are unlike, and so large that what limits a norm does it.
     scale = torch.arange(1, SIZE + 1, dtype=torch.float64)
     matrices = torch.randn(2 * (1 + NUM_STEPS), SIZE, SIZE, dtype=torch.float64, generator=random)
-    return (matrices * scale * scale.unsqueeze(1)).to(device).unflatten(0, (2, -1))
+    return torch.stack((matrices * scale * scale.unsqueeze(1)).to(device).chunk(2))
 
 
 def _updates(optimizer: Optimizer, group: Mapping[str, Any], histories: Sequence[torch.Tensor]) -> list[torch.Tensor]:

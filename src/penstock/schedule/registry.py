@@ -95,8 +95,8 @@ _NAMED = (
         "more forwards first",
         "Qi et al. 2024, zero bubble",
         "(p - 1) F, if B <= 2 min(F, W) and m >= 2p - 1",
-        "2p - 1",
-        lambda p, r, m: 2 * p - 1,
+        "2p - 1, or p if m < 2p - 1",
+        lambda p, r, m: 2 * p - 1 if m >= 2 * p - 1 else p,
     ),
     NamedSchedule(
         "interleaved-1f1b",
