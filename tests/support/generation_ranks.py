@@ -431,7 +431,7 @@ def between_steps() -> tuple[float, torch.Tensor, float]:
     return before, tokens, sum(run_step(model, inputs))
 
 
-KINDS = ("processor", "embeddings", "assistant", "lookup", "autocast")
+KINDS = ("processor", "embeddings", "assistant", "lookup", "autocast", "precision of the engine")
 
 
 def custom() -> list[Any]:
@@ -439,7 +439,8 @@ def custom() -> list[Any]:
     unsplit model where there are no ranks."""
     found = []
     for kind in KINDS:
-        model: Any = build("llama", dtype=torch.float32 if kind == "autocast" else None)
+        halves = kind in ("autocast", "precision of the engine")
+        model: Any = build("llama", dtype=torch.float32 if halves else None)
         model = parallel(model) if rank() >= 0 else model
         inputs, options = prompt("llama"), dict(GREEDY)
         if kind == "processor":
@@ -452,8 +453,11 @@ def custom() -> list[Any]:
         elif kind == "lookup":
             inputs = {name: value[:1].repeat(1, 2) for name, value in inputs.items()}
             options |= {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
-        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-            found.append(model.generate(**inputs, **options))
+        if by_engine := kind == "precision of the engine" and rank() >= 0:
+            model.pipeline.autocast = torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16, enabled=halves and not by_engine):
+            result = model.generate(**inputs, **options, output_logits=halves, return_dict_in_generate=halves)
+        found.append(torch.stack(result.logits) if halves else result)
         if rank() >= 0:
             model.pipeline.close()
     return found

@@ -66,10 +66,15 @@ def generate(
         What the unsplit model returns, the same on every rank; of a cache that is part of it, each rank has the layers
         of its own stages, and for the others entries of the right length.
     """
-    decoding = decoding_of(model.pipeline)
+    engine = model.pipeline
+    decoding = decoding_of(engine)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with decoding.session(), calls_redirected(model, decoding.forward):
+    with (
+        autocast(engine.device, engine.autocast),
+        decoding.session(),
+        calls_redirected(model, decoding.forward),
+    ):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         (any_streamer, is_first), any_criteria = _compare(arguments, options, decoding)
