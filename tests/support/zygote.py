@@ -18,6 +18,7 @@ different ones: an order of actions that comes from a set differs between them, 
 import atexit
 import builtins
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -55,6 +56,7 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "pytest",
     "tests.support.training",
+    "tests.support.pool_worker",
     "peft",
     "trl.trainer.sft_trainer",
     "optimum.quanto",  # of `quantised`, with diffusers
@@ -82,6 +84,8 @@ READ_AT_IMPORT = (
 # ... except these, which are read later, or told by `_become`.
 READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TRANSFORMERS_VERBOSITY")
 
+MADV_COLLAPSE = 25  # of Linux, for which Python has no name
+
 
 def environment() -> dict[str, str]:
     """What every process of the tests starts with: one thread, and the package, tests and examples on its path."""
@@ -98,6 +102,35 @@ def spare_torchrun_names() -> None:
     each function of its own that records an event."""
     module = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     module.get_method_name = lambda depth=2: "not looked for"  # type: ignore[attr-defined]
+
+
+def follow_a_model() -> None:
+    """Let torch and transformers do what they do for the first model that is built, run and followed in a process."""
+    torch = importlib.import_module("torch")
+    template = importlib.import_module("penstock.modeling.pipeline_template").PipelineTemplate
+    model = importlib.import_module("tests.support.families").FAMILIES["gpt2"].build()
+    template.balanced(model, 2)
+    with torch.no_grad():  # a backward might start threads
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long))
+
+
+def spare_forks_pages() -> None:
+    """Arrange what imports have left in memory so that a fork copies less. It does so page by page, where it writes."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    # Fill the holes, each of which would take another page: then forks get memory from its end, in one piece.
+    libc.malloc_trim(ctypes.c_size_t(0))
+    end = libc.sbrk(0)
+    for size in range(4096, 0, -16):
+        while libc.malloc(size) < end:
+            pass
+    # In large pages, so that the tables of pages are short, which forks have copies of. (Linux 6.1; else in vain.)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, _, *name = line.split()
+        if access == "rw-p" and name in ([], ["[heap]"]):
+            start, end = (int(address, 16) for address in span.split("-"))
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def spare_libraries_their_end() -> None:
@@ -354,12 +387,15 @@ def main(listener: socket.socket, modules: list[str]) -> None:
         importlib.import_module(name)
     if "torch.distributed.run" in modules:
         spare_torchrun_names()
+        follow_a_model()
     spare_libraries_their_end()
     # Forks see files that tests write into folders that imports have looked into.
     importlib.invalidate_caches()
     # What is imported stays: the collections in the forks need not look at it, nor copy the pages it is on.
     gc.collect()
     gc.freeze()
+    if sys.platform == "linux":
+        spare_forks_pages()
     threads = Path("/proc/self/task")
     assert not threads.exists() or len(os.listdir(threads)) == 1, (
         "forks have one thread, and an import has started more"
