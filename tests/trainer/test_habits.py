@@ -99,6 +99,10 @@ HABITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a moving average": ({}, {"callbacks": lambda _: [Averages()]}),
     "early stopping, the best model": (BEST, {"callbacks": lambda _: [EarlyStoppingCallback(1, 0.5)]}),
     "a resized tied vocabulary": ({}, {"model": resized}),
+    "activations kept of every second layer": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+        {},
+    ),
     "Muon": ({}, {"optimizers": with_muon}),
 }
 
@@ -110,6 +114,8 @@ def run(folder: Path, name: str, stages: int) -> list[float]:
     options = {**defaults(folder, 4, 1), "eval_strategy": "no", **changes}
     with kept_in_double(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Nobody is told not to use what they have not used.
+        warnings.filterwarnings("error", message="`gradient_checkpointing_enable` is deprecated")
         model = make()
         made = {key: value(model) for key, value in given.items() if key != "model"}
         data = {"train_dataset": ragged(32), "eval_dataset": ragged(8), "data_collator": padded}

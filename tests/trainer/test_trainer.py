@@ -87,6 +87,7 @@ def causal(
         "log": trainer.state.log_history,
         "train_loss": result.training_loss,
         "flos": trainer.state.total_flos,
+        "trainable": trainer.get_num_trainable_parameters(),
         "eval_loss": evaluated["eval_loss"],
     }
 
@@ -134,8 +135,8 @@ def test_the_same_run_with_and_without_pipelines(
     runs = pool.run(2, causal, tmp_path / "split", 2, init=False, **changes)
     for run in runs:
         assert_same_log(run["log"], expected["log"])
-        for name in ("train_loss", "eval_loss"):
-            assert run[name] == pytest.approx(expected[name], abs=TOLERANCE)
+        for name in ("train_loss", "eval_loss", "flos", "trainable"):
+            assert run[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=TOLERANCE)
     assert_same_weights(folder / "final", tmp_path / "split/final")
 
 
@@ -318,6 +319,7 @@ class OwnLoss(PipelineTrainer):
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"optim": "lomo"}, "optim='lomo'"),
+        ({"debug": "underflow_overflow"}, "debug"),
     ],
 )
 def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

@@ -30,7 +30,9 @@ from penstock.checkpoint.formats import TRAINING_VARIANT
 from penstock.checkpoint.manifest import manifest_name
 from penstock.checkpoint.model_methods import load_optimizer_state, save_optimizer_state
 from penstock.checkpoint.training_state import restore_object
-from penstock.model.pipeline_model import PipelineModel
+from penstock.model.pipeline_model import PipelineModel, PipelinePreTrainedModel, num_parameters_of_whole
+from penstock.modeling.libraries import base_of
+from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
 from penstock.trainer.choose_adapter import adapter_of
@@ -53,6 +55,7 @@ REFUSED_IF_SET = {
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
     "eval_use_gather_object": "let the model return tensors",
     "enable_jit_checkpoint": "use save_strategy and save_steps",
+    "debug": "leave it out: it looks at values of other stages. torch.autograd.set_detect_anomaly works",
     "activation_offloading": "use gradient_checkpointing, or torch.autograd.graph.save_on_cpu() around train()",
     "save_on_each_node": "all ranks must share a file system",
     "push_to_hub": "push the saved folder afterwards: it is an ordinary one",
@@ -152,8 +155,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             raise not_over_pipelines("model_init", "give the model itself")
         super().create_accelerator_and_postprocess()
         if self.args.gradient_checkpointing and self.pipelines.parallelises:
-            # As `train` does; the default schedule depends on it.
-            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+            # As `train` does, which gives it its arguments; the default schedule depends on it.
+            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         self.pipelines.build()
 
     def _refuse_arguments(self) -> None:
@@ -290,6 +293,27 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         return self.pipelines.step(inputs, num_items_in_batch)
+
+    @wraps_trainer_method
+    def floating_point_ops(self, own: Callable[[], int], inputs: Mapping[str, Any]) -> int:
+        """As the Trainer's, of the whole model on every rank."""
+        base = base_of(self.model)
+        if not isinstance(base, PipelinePreTrainedModel):
+            with shown_whole(self.model):
+                return own()
+        with mock.patch.object(self.model, "num_parameters", partial(base.num_parameters, whole=True)):
+            return own()
+
+    def get_num_trainable_parameters(self) -> int:
+        """Of the whole model. Every rank calls it."""
+        return num_parameters_of_whole(self.model, only_trainable=True, exclude_embeddings=False)
+
+    @wraps_trainer_method
+    def store_flos(self, own: Callable[[], None]) -> None:
+        """As the Trainer's, which sums them over all ranks: each pipeline's batches count once."""
+        if self.pipelines.engine.rank not in self.accelerator.first_ranks:
+            self.current_flos *= 0  # of the type that the first ranks have
+        own()
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
