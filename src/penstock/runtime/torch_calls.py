@@ -41,7 +41,7 @@ OVER_ALL_PARAMETERS = {
     "DAdaptAdaGrad",
 }
 # Those that divide their state among all ranks, which they take for replicas.
-DIVIDING_STATE = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
+OVER_ALL_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "DistributedOptimizer"}
 # Those that compute an update from the whole of a matrix: its norm (bitsandbytes' LAMB), sums over its rows and
 # columns, products with itself.
 OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
@@ -238,7 +238,7 @@ def _is_torchs(kind: type[Optimizer]) -> bool:
 def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
     """What is known of an optimizer's class, and of its step with `closure`."""
     names, step_takes = {base.__name__ for base in kind.__mro__}, inspect.signature(kind.step).parameters
-    if not names.isdisjoint(DIVIDING_STATE):
+    if not names.isdisjoint(OVER_ALL_RANKS):
         return Dependence.RANKS
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
     # torch's own call it once, before the update.

@@ -78,7 +78,8 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
         refused = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, refused))
-        # After the step of a base class this comes again: at the end of the step that has called it.
+        # After the step of a base class this comes again: at the end of the step that has called it. Weights are sent
+        # both times: what comes between may read them, or change them in ways that no version shows.
         versions[:] = map(_version, others)
 
     handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))

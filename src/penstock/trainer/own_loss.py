@@ -49,7 +49,7 @@ from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 # microbatch's share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
-OVER_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
+CALLS_OF_ALL_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
 # The rows of a batch from those of its microbatches.
 JoinRows = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # What the outputs of a batch are made into, as the last stage has made them.
@@ -418,7 +418,7 @@ class _AcceleratorStandIn:
         self._accelerator, self._answer, self.asked = accelerator, answer, False
 
     def __getattr__(self, name: str) -> Any:
-        if name not in OVER_RANKS:
+        if name not in CALLS_OF_ALL_RANKS:
             return getattr(self._accelerator, name)
         self.asked = True
         return partial(self._answer, name)
