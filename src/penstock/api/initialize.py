@@ -185,8 +185,8 @@ def _plan(model: nn.Module, configuration: Configuration, units_and_costs: Units
         patience=configuration.patience,
         owner_choice=owner_choice_for(int(configuration.sharded_optimizer)),
     )
-    most = _usual_number(configuration)
-    in_words = f"{number or most} microbatches in a batch" + f" of {most} samples or more" * (number is None)
+    usual = _usual_number(configuration)
+    in_words = f"{number or usual} microbatches in a batch" + f" of {usual} samples or more" * (number is None)
     in_use = str(configuration.schedule) if written is None else written.name
     if configuration.microbatch_size is not None:
         in_words = f"microbatches of {configuration.microbatch_size}"

@@ -85,7 +85,7 @@ class CommonState:
     step: Count
     extra: dict[str, Any]
     objects: dict[str, Any]
-    pipelines: list[Place]
+    pipelines: list[Place]  # of each rank the replica; the name is the file's
     members: list[list[str]]
     values: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]] | None = None

@@ -183,7 +183,7 @@ class PipelineModel(_Module):
         """One ordinary checkpoint of the whole model in the folder `save_directory`. Every rank calls it.
 
         It is what transformers' `save_pretrained` writes, whose `kwargs` it takes; `safe_serialization=False` writes
-        `.bin` files. `is_main_process` has no effect, as each rank writes what it holds. Of a module that is no model
+        `.bin` files. `is_main_process` has no effect, as the layout decides who writes. Of a module that is no model
         of transformers it is the file of weights, whose content `load_state_dict` takes. See `save_parallelized`. A
         class that has a `save_pretrained` of its own keeps it; it is called on one rank, with the whole model.
 

@@ -22,7 +22,7 @@ STEADY = 2
 # Pipelines of more stages are not simulated under a lean schedule where one that is alike, but holds more for less of a
 # bubble, fits too.
 SHALLOW = 8
-# A simulated step has at most so many actions on all ranks of a pipeline; longer ones are ranked by formula.
+# A simulated step has at most so many actions on all ranks of a pipeline; candidates with longer ones are left out.
 MOST_ACTIONS = 60_000
 
 

@@ -72,8 +72,9 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `refuse_arguments`, `add_precomputed` and `precomputed_attributes`, `microbatches`
-    and `join_rows`, `terms`, `notes_in`; of a batch with what the model does not take, `arguments` and `evaluate`.
+    What differs between trainers: `begin` and `while_made` of one that generates; `refuse_arguments`,
+    `add_precomputed` and `precomputed_attributes`, `microbatches` and `join_rows`, `terms`, `notes_in`; of a batch with
+    what the model does not take, `arguments` and `evaluate`.
     """
 
     # Where the trainer notes metrics until it logs them.

@@ -279,8 +279,8 @@ def hear_of_errors(watch: Watch) -> None:
 
 def interruptible(call: Callable[[], T], board: FailureBoard, limit: datetime.timedelta | None) -> T:
     """Do `call`, which waits for other ranks where nothing can wake it, such as torch's rendezvous: in a thread of its
-    own, which is left behind if the job fails meanwhile (PipelineFailure), until the call's own time `limit`. From then
-    on the store must answer."""
+    own, which is left behind if the job fails meanwhile (PipelineFailure). `limit` is the call's own time limit: only
+    after it is a store that does not answer an error."""
     watch = _watch
     if watch is None:
         return call()
