@@ -9,7 +9,7 @@ leads to no output, and the backward of those that have a gradient is run inside
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -29,16 +29,30 @@ requires_grad = attrgetter("requires_grad")
 OnBackward = Callable[[torch.Tensor | None], Sequence[torch.Tensor | None]]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class LiveMicrobatch:
-    """A microbatch between its forward and the end of its backward on one stage."""
+    """A microbatch between its forward and the end of its backward on one stage. The caller is given its output and
+    calls the loss's backward if the stage is its rank's top one."""
 
+    microbatch: int
     leaves: Sequence[torch.Tensor]  # of what was received, the tensors that require a gradient
-    sent: Sequence[torch.Tensor] = ()  # of what was sent, likewise
-    connected: bool = False  # whether the proxy's graph leads to `sent`
-    loss: torch.Tensor | None = None
-    output: Any = None
-    answered: bool = False  # whether the gradients of what was received have been sent
+    # What is no argument stays the class's until it is set.
+    sent: Sequence[torch.Tensor] = field(default=(), init=False)  # of what was sent, likewise
+    connected: bool = field(default=False, init=False)  # whether the proxy's graph leads to `sent`
+    output: Any = field(default=None, init=False)
+    loss: torch.Tensor | None = field(default=None, init=False)
+    called: bool = field(default=False, init=False)  # whether the caller has called the loss's backward
+    answered: bool = field(default=False, init=False)  # whether the gradients of what was received have been sent
+
+    def take_output(self) -> Any:
+        """The output to yield, of which nothing is kept here."""
+        output, self.output = self.output, None
+        return output
+
+    def run_backward(self, gradient: torch.Tensor | None) -> None:
+        """Call the loss's backward in the caller's place."""
+        assert self.loss is not None
+        self.loss.backward(gradient)
 
 
 @dataclass(init=False)
@@ -61,15 +75,18 @@ class StageOutput(ModelOutput):  # type: ignore[misc]  # a library without types
 
 def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
     """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients: `loss` itself,
-    unless that has no graph."""
+    unless that has no graph. It is what one operation has made, such as a share of the model's loss."""
     if not loss.requires_grad:
-        loss = loss.detach().requires_grad_(True)
+        loss = loss.detach().requires_grad_(True).clone()
+    assert loss.grad_fn is not None
 
-    def hook(gradient: torch.Tensor) -> torch.Tensor | None:
+    def hook(gradients: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        (gradient,) = gradients
         on_backward(gradient)
-        return None if scale == 1.0 else gradient * scale
+        return None if scale == 1.0 else (gradient * scale,)
 
-    loss.register_hook(hook)
+    # Not a hook of the tensor, which takes more than twice as long.
+    loss.grad_fn.register_prehook(hook)
     return loss
 
 
@@ -98,7 +115,7 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of `value` as `dtype`: `to(dtype, copy=True)`, which takes twice the time."""
-    return value.clone() if value.dtype is dtype else value.to(dtype)
+    return value.clone() if value.dtype is dtype else value.to(dtype=dtype)
 
 
 class _ProxyLoss(torch.autograd.Function):

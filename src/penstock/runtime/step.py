@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,22 +64,6 @@ class StepListener(Protocol):
         """Buckets of gradients that were under way in these intervals."""
 
 
-@dataclass(slots=True)
-class _DueBackward:
-    """A microbatch whose `backward()` the caller is to call. `output`: what is yielded for it, None from then on.
-    `called`: whether the call has come."""
-
-    microbatch: int
-    output: Any
-    loss: Any
-    called: bool = False
-
-    def take_output(self) -> Any:
-        """The output to yield, of which nothing is kept here."""
-        output, self.output = self.output, None
-        return output
-
-
 class TrainingStep:
     """One training step of one rank. Iterate over `run()`; then read `report`."""
 
@@ -122,7 +106,7 @@ class TrainingStep:
         # Why the step was not begun.
         self._refusal: BaseException | None = None
         # What the loop's body has at this moment.
-        self._due: _DueBackward | None = None
+        self._due: LiveMicrobatch | None = None
         # The fault of a backward() call, raised inside the loop's body.
         self._fault: str | None = None
         # Of all losses until now.
@@ -165,7 +149,9 @@ class TrainingStep:
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
             listeners: are told what runs when.
         """
-        self._inputs, self._listeners = replace(self._inputs, number=number), listeners
+        if number != self._inputs.number:
+            self._inputs = replace(self._inputs, number=number)
+        self._listeners = listeners
         board = self._board
         self._started, self._waited = time.perf_counter(), self._channels.seconds_waited
         self._meet = meet
@@ -205,7 +191,7 @@ class TrainingStep:
             self._watch.stop()
             board.position.leave()
 
-    def _fault_of_body(self, due: _DueBackward) -> LoopError:
+    def _fault_of_body(self, due: LiveMicrobatch) -> LoopError:
         """What the loop's body did that it must not, or left out."""
         if due.called:
             return LoopError(CHANGED)
@@ -214,7 +200,7 @@ class TrainingStep:
             "yielded loss, before taking the next (to give up the step, break out of the loop on every rank)"
         )
 
-    def _run_actions(self) -> Generator[_DueBackward, None, None]:
+    def _run_actions(self) -> Generator[LiveMicrobatch, None, None]:
         """Run this rank's part of the schedule; gives each backward that is due."""
         for position, action in numbered(self._program.actions):
             kind, stage, microbatch = action
@@ -239,7 +225,7 @@ class TrainingStep:
         if not self._begun:  # not a single microbatch here
             self._begin_together()
 
-    def _run_to_the_end(self, due: _DueBackward, following: Iterator[_DueBackward], fault: str) -> None:
+    def _run_to_the_end(self, due: LiveMicrobatch, following: Iterator[LiveMicrobatch], fault: str) -> None:
         """The caller has left the loop at `due`: call the backwards that are left, which nobody else will."""
         if self._board.failed is not None:
             return
@@ -248,9 +234,9 @@ class TrainingStep:
         # Nobody may see an error that is raised here, as of a dropped iterator: the guard tells every rank.
         with self._board.guard("working together"), torch.enable_grad():
             if not due.called:
-                due.loss.backward(self._callers_gradient)
+                due.run_backward(self._callers_gradient)
             for later in following:
-                later.loss.backward(self._callers_gradient)
+                later.run_backward(self._callers_gradient)
             if self._finish(fault):
                 raise self._board.abort(f"left the training step at microbatch {at}, while others did not ({fault})")
 
@@ -282,7 +268,7 @@ class TrainingStep:
             self._begin_together()
         if not last:
             self._to_next[stage].send_forward(microbatch, sent)
-        live = self._live[stage, microbatch] = LiveMicrobatch(list(filter(requires_grad, received)))
+        live = self._live[stage, microbatch] = LiveMicrobatch(microbatch, list(filter(requires_grad, received)))
         if last:
             live.output, live.loss = output, output.loss
         else:
@@ -313,7 +299,7 @@ class TrainingStep:
                 self._begin_together()
             self._boundaries.post(users)
 
-    def _open_backward(self, microbatch: int) -> _DueBackward:
+    def _open_backward(self, microbatch: int) -> LiveMicrobatch:
         """Make the output to yield for `microbatch`, its loss hooked so that the backward is noticed."""
         stage = self._program.top
         live = self._live[stage, microbatch]
@@ -322,22 +308,21 @@ class TrainingStep:
             assert live.loss is not None
             # A copy: the loop's body may change the loss in place.
             value = copied(live.loss.detach(), LOSS_DTYPE)
-            output, loss = live.output, hook_loss(live.loss, on_backward, self._loss_scale)
+            loss = hook_loss(live.loss, on_backward, self._loss_scale)
             if loss is not live.loss:
-                output.loss = loss
-            live.output = live.loss = None
+                live.output.loss = live.loss = loss
         else:
             assert self._boundaries.after_top is not None
             value = self._boundaries.after_top.recv_loss()
             live.connected = self._boundaries.after_top.has_all_gradients(microbatch, len(live.sent))
-            loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
-            output = StageOutput(loss, self._inputs.plans[microbatch].fields)
+            live.loss = proxy_loss(value, self._proxy_dtype, on_backward, live.sent if live.connected else ())
+            live.output = StageOutput(live.loss, self._inputs.plans[microbatch].fields)
         for channel in self._boundaries.losses_to:
             channel.send([value])
         if self._values and self._watch.noted is None:  # zero_grad() at the loop's first microbatch does no harm
             self._watch.note()
         self._values.append(value)
-        return _DueBackward(microbatch, output, loss)
+        return live
 
     def backward_begins(self, microbatch: int, gradient: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """The caller has called `backward()`, which brings the loss's `gradient`: check that it is due. On earlier
@@ -370,20 +355,19 @@ class TrainingStep:
         top = self._program.top
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
-        live = self._live[top, microbatch]
-        autograd_engine.queue_callback(partial(self._callers_backward_ends, microbatch, live))
+        autograd_engine.queue_callback(partial(self._callers_backward_ends, due))
         gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
         self._interrupts.busy = before
-        if gradients and not live.connected:
-            run_backward(live.sent, gradients)
+        if gradients and not due.connected:
+            run_backward(due.sent, gradients)
             return ()
         return gradients
 
-    def _callers_backward_ends(self, microbatch: int, live: LiveMicrobatch) -> None:
+    def _callers_backward_ends(self, due: LiveMicrobatch) -> None:
         """The caller's `backward()` has come to its end. Send what the previous stage waits for, before the rest of the
         loop's body."""
-        if live.leaves:
-            self._send_backward(self._program.top, microbatch, live)
+        if due.leaves:
+            self._send_backward(self._program.top, due)
         if not self._anything_shared or self._position != self._program.final_backward:  # else they may be summed now
             self._watch.note()
 
@@ -412,13 +396,14 @@ class TrainingStep:
             self._queues.close()
         live = self._live.pop((stage, microbatch))
         if live.leaves and not live.answered:
-            self._send_backward(stage, microbatch, live)
+            self._send_backward(stage, live)
+        live.leaves = live.sent = ()  # the loop over the backwards has it until the next one
         if self._anything_shared and self._position == self._program.final_backward:
             self._reducer.after_last_message()
 
-    def _send_backward(self, stage: int, microbatch: int, live: LiveMicrobatch) -> None:
+    def _send_backward(self, stage: int, live: LiveMicrobatch) -> None:
         live.answered = True
-        self._to_previous[stage].send_backward(microbatch, live.leaves)
+        self._to_previous[stage].send_backward(live.microbatch, live.leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         self._watch.noted = None

@@ -40,7 +40,8 @@ class Totals:
         self._context = context
         self._on_host = context.device.type == "cpu"
         # What is summed of the elements, and of the loss and the facts; and what of it is under way.
-        self._counts, self._num_counts = torch.zeros(0, dtype=torch.float64), 0
+        self._counts: Sequence[float] = ()
+        self._summed_counts = torch.zeros(MAX_MEANS, dtype=torch.float64)
         self._loss = self._sums = torch.zeros(())
         self._counting: list[dist.Work] = []
         self._summing: list[dist.Work] = []
@@ -55,19 +56,20 @@ class Totals:
                 "at most"
                 ": add fewer means up, or train over one pipeline"
             )
-        self._counts = torch.tensor([*counts, *[0] * (MAX_MEANS - len(counts))], dtype=torch.float64)
-        self._num_counts = len(counts)
+        self._counts = counts
         if self._several:
+            self._summed_counts = torch.tensor([*counts, *[0] * (MAX_MEANS - len(counts))], dtype=torch.float64)
             with self._guard_counts():
                 group = self._context.groups.last_stages
-                self._counting.append(dist.all_reduce(self._counts, group=group, async_op=True))
+                self._counting.append(dist.all_reduce(self._summed_counts, group=group, async_op=True))
 
     def finish_counts(self) -> Sequence[float]:
         """What `start_counts` began."""
         while self._counting:
             with self._guard_counts():
                 self._counting.pop().wait()
-        return self._counts.tolist()[: self._num_counts]
+            self._counts = self._summed_counts.tolist()[: len(self._counts)]
+        return self._counts
 
     def _guard_counts(self) -> contextlib.AbstractContextManager[None]:
         ranks = dist.get_process_group_ranks(self._context.groups.last_stages)

@@ -84,14 +84,19 @@ class WeightGradientQueues:
         """From here on autograd computes weight gradients itself."""
         self._current, self._at_once = None, False
 
-    @torch.no_grad()
     def run(self, stage: int, microbatch: int, ready: Callable[[torch.Tensor], None] | None) -> None:
-        """Compute what was queued for `stage` and `microbatch`; tell `ready` each parameter that is finished."""
-        queue = self._queues.pop((stage, microbatch), [])
-        # The loop below pops from the end: the latest first, as its tensors are still in the processor's caches.
-        # Reversed, the earliest first, where the reduction of gradients waits for parameters in this order.
-        if ready is not None:
-            queue.reverse()
+        """Compute what was queued for `stage` and `microbatch`, if anything; tell `ready` each parameter that is
+        finished."""
+        if queue := self._queues.pop((stage, microbatch), None):
+            # The latest first, as its tensors are still in the processor's caches; the earliest first where the
+            # reduction of gradients waits for parameters in this order.
+            if ready is not None:
+                queue.reverse()
+            with torch.no_grad():
+                self._compute(queue, ready)
+
+    def _compute(self, queue: list[DeferredGradient], ready: Callable[[torch.Tensor], None] | None) -> None:
+        """Compute what is in `queue`, the last first."""
         while queue:
             parameters, compute = queue.pop()
             compute()
