@@ -148,3 +148,31 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             function(model, tmp_path / folder, **state)
+
+
+RATES = (0.1, 0.2, 0.3)
+
+
+def by_layer(model: torch.nn.Module, layers: int, on_all: bool) -> torch.optim.Optimizer:
+    """A rate for each layer; with `on_all` every rank has a group for each."""
+    groups = [
+        {"params": [value for name, value in model.named_parameters() if f".h.{layer}." in name], "lr": RATES[layer]}
+        for layer in range(layers)
+    ]
+    return torch.optim.SGD([group for group in groups if on_all or group["params"]])
+
+
+def test_groups_that_are_not_the_same_on_all_ranks_are_refused_by_name(tmp_path) -> None:
+    """A rank that has the second layer only would go on with the rate of the first."""
+    run, layers = Run(split_copies(gpt2(1), 2)), gpt2(1).config.n_layer
+    for on_all in (False, True):
+        run.optimizers = [by_layer(model, layers, on_all) for model in run.models]
+        kind = torch.optim.lr_scheduler.CosineAnnealingLR
+        run.schedulers = [kind(optimizer, T_max=10) for optimizer in run.optimizers]
+        if not on_all:
+            with pytest.raises(CheckpointError, match=r"parameter groups differ: .* rank 0 .* rank 1 .*an empty list"):
+                run.save(tmp_path)
+    run.save(tmp_path)
+    run.load(tmp_path)
+    for optimizer in run.optimizers:
+        assert [group["lr"] for group in optimizer.param_groups] == [*RATES[:layers]]

@@ -56,6 +56,7 @@ class SavingReport:
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.
+        settings: of its optimizer's groups, see `described_groups`.
     """
 
     place: SavingRank
@@ -65,6 +66,7 @@ class SavingReport:
     metadata: dict[str, str] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: list[dict[str, str]] = field(default_factory=list)
 
 
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:

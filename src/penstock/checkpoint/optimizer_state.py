@@ -49,7 +49,8 @@ def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
 
 
 def written_elsewhere(model: nn.Module, collected: OptimizerState) -> OptimizerState:
-    """What a rank of another pipeline than the first holds, no rank of the first keeps, and so this one writes."""
+    """What a rank of another pipeline than the first holds, no rank of the first keeps, and so this one writes; and
+    all its groups."""
     engine = known_of(model).engine
     held, first = ((), set()) if engine is None else (engine.held, set(engine.layout.pipelines[0].ranks()))
     index = 0 if engine is None else engine.place.tensor_parallel_rank
@@ -61,6 +62,7 @@ def written_elsewhere(model: nn.Module, collected: OptimizerState) -> OptimizerS
     names = logical_names(model)
     mine = {names[id(weight.parameter)] for weight in alone}
     return OptimizerState(
+        groups=collected.groups,
         values={name: state for name, state in collected.values.items() if name in mine},
         tensors={name: tensor for name, tensor in collected.tensors.items() if name.partition(SEPARATOR)[0] in mine},
     )
@@ -104,6 +106,42 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
                         ". Take an optimizer whose state is of these"
                     )
     return state
+
+
+def described_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """The settings of an optimizer's groups, as texts to compare: without a rate that a scheduler makes of another
+    setting, or that Adafactor does not use."""
+    return [
+        {
+            key: str(value.tolist() if isinstance(value, torch.Tensor) else value)
+            for key, value in group.items()
+            if key != "lr" or not ("initial_lr" in group or group.get("relative_step"))
+        }
+        for group in groups
+    ]
+
+
+def refuse_unlike_groups(by_rank: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    """Raise CheckpointMismatch if ranks have other groups than the first: a checkpoint has the settings of its groups,
+    and one state of a scheduler, for all ranks. `by_rank`: see `described_groups`."""
+    first = by_rank[0]
+    for rank, groups in enumerate(by_rank):
+        if len(groups) != len(first):
+            found = f"rank 0 has {len(first)}, rank {rank} has {len(groups)}"
+        else:
+            unlike = [
+                f"in group {number} rank 0 has {key}={theirs.get(key)}, rank {rank} has {key}={mine.get(key)}"
+                for number, (theirs, mine) in enumerate(zip(first, groups, strict=True))
+                for key in {**theirs, **mine}
+                if theirs.get(key) != mine.get(key)
+            ]
+            if not unlike:
+                continue
+            found = unlike[0]
+        raise CheckpointMismatch(
+            f"the optimizers' parameter groups differ: {found}. A checkpoint has one list of groups for all ranks: "
+            "make the same groups on every rank, in this order, with an empty list where a rank has no such parameters"
+        )
 
 
 def restore_optimizer(
