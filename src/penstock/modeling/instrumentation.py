@@ -119,7 +119,8 @@ class Absent:
 
 def absent_of(module: nn.Module) -> Mapping[str, Absent]:
     """The tensors that a module lacks, by name; none if it is no ghost."""
-    return known_of(module).absent or {}
+    record = module.__dict__.get(_ATTRIBUTE)
+    return {} if record is None else record.absent or {}
 
 
 def _convert_absent(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

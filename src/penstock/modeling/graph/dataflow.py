@@ -123,9 +123,8 @@ class DataFlow(TorchDispatchMode):
     def is_hollow(self, tree: Any) -> bool:
         return bool(self._hollow) and any(storage_of(t)._cdata in self._hollow for t in _tensors(tree))
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation's result; of one on hollow tensors only the shape, unless that depends on what is in them."""
-        asks = torch.Tag.data_dependent_output in func.tags or _selectors(func, args)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asks: bool) -> Any:
+        """The operation's result; of one on hollow tensors only the shape, unless it `asks` for what is in them."""
         if func.is_view or asks or not self.is_hollow((args, kwargs)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -200,8 +199,9 @@ class DataFlow(TorchDispatchMode):
         leaked = min((source.name for source in sources if isinstance(source, TensorInsideUnit)), default=None)
         if leaked is not None:
             raise ReachedInside(leaked)
-        output = self._run(func, args, kwargs)
-        if torch.Tag.data_dependent_output in func.tags:
+        selectors, asks = _selectors(func, args), torch.Tag.data_dependent_output in func.tags
+        output = self._run(func, args, kwargs, asks or bool(selectors))
+        if asks:
             self.note_control(sources)
             if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
                 self.record.ask(args[0])
@@ -210,7 +210,6 @@ class DataFlow(TorchDispatchMode):
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
             # Whether something is below a probability of zero, which no uniform number is.
             sources = frozenset(s for s in sources if not (isinstance(s, RandomDraw) and s.name.startswith(_UNIFORM)))
-        selectors = _selectors(func, args)
         if selectors:
             self.note_control(self.sources(selectors))
             sources |= {DataDependentTensor(str(func))}

@@ -111,6 +111,24 @@ class Step:
         return (leaf for leaf in self.leaves if isinstance(leaf, TensorRef))
 
 
+class Declared(NamedTuple):
+    """The arguments of an operation: their names, the usual values of those that have one, and which are written."""
+
+    names: tuple[str, ...]
+    usual: dict[str, Any]
+    written: tuple[str, ...]
+
+
+@cache
+def _declared(func: Any) -> Declared:
+    arguments = func._schema.arguments
+    return Declared(
+        names=tuple(each.name for each in arguments),
+        usual={each.name: each.default_value for each in arguments if each.default_value is not None},
+        written=tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write),
+    )
+
+
 Geometry = tuple[Any, ...]
 
 
@@ -130,19 +148,15 @@ class OperationRecord:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, chosen: bool) -> None:
         """An operation was done."""
-        declared = func._schema.arguments
-        usual = {each.name: each.default_value for each in declared if each.default_value is not None}
-        given = {**usual, **dict(zip([each.name for each in declared], args, strict=False)), **kwargs}
-        arguments = {
-            name: pytree.tree_map_only(torch.Tensor, self._as_argument, value) for name, value in given.items()
-        }
-        if not any(isinstance(leaf, TensorRef) for leaf in _leaves(list(arguments.values()))):
+        declared = _declared(func)
+        given = {**declared.usual, **dict(zip(declared.names, args, strict=False)), **kwargs}
+        arguments = pytree.tree_map_only(torch.Tensor, self._as_argument, given)
+        if not any(isinstance(leaf, TensorRef) for leaf in _leaves(arguments)):
             return
-        for each in declared:  # views made before have other contents now
-            if each.alias_info is not None and each.alias_info.is_write:
-                for tensor in pytree.tree_leaves(given.get(each.name)):
-                    if isinstance(tensor, torch.Tensor):
-                        self._at[storage_of(tensor)._cdata] = {}
+        for name in declared.written:  # views made before have other contents now
+            for tensor in pytree.tree_leaves(given.get(name)):
+                if isinstance(tensor, torch.Tensor):
+                    self._at[storage_of(tensor)._cdata] = {}
         for number, tensor in enumerate(pytree.tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
                 self._put(tensor, Step(tensor.shape, func, arguments, number, chosen))

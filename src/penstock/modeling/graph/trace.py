@@ -217,13 +217,14 @@ def _follow(
     inputs: Mapping[str, Any],
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
     """One forward, followed: what was noted of it, which random numbers it draws, its output and its loss."""
+    homes = names_in_units(model, functions.units)
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         all_restored(generators_in_use()),
         seedable(held_sources(model)),
         _counts_kept(model, functions.units),
-        _real_outside(model, functions.units) as real,
+        _real_outside(model, homes) as real,
     ):
         arguments = {
             name: narrow_copy(value) if isinstance(value, Cache) else map_tensors(label_placeholder, name, value)
@@ -233,7 +234,7 @@ def _follow(
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
         recorder = _CallRecorder(model, functions, device, head)
         flow = recorder.flow
-        _mark_tensors(model, functions, flow)
+        _mark_tensors(model, homes, flow)
         named = named_tensors(arguments)
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
@@ -403,9 +404,9 @@ def _refuse_unknown(unit: str, leaves: Sequence[Any]) -> None:
             )
 
 
-def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -> None:
-    """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units."""
-    homes = names_in_units(model, functions.units)
+def _mark_tensors(model: nn.Module, homes: Mapping[str, str], flow: DataFlow) -> None:
+    """Mark the tensors of units (not to be touched, as they are not on every stage) and those outside of units.
+    `homes`: `names_in_units`."""
     for prefix, module in model.named_modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(tensor, torch.Tensor):
@@ -414,10 +415,10 @@ def _mark_tensors(model: nn.Module, functions: ShapeFunctions, flow: DataFlow) -
 
 
 @contextmanager
-def _real_outside(model: nn.Module, units: Collection[str]) -> Iterator[dict[str, torch.Tensor]]:
+def _real_outside(model: nn.Module, homes: Mapping[str, str]) -> Iterator[dict[str, torch.Tensor]]:
     """Inside, zeros are in the place of meta tensors outside of units (in a model built on the meta device), and copies
     in that of buffers, since the model's code may update them. Gives all of these by name."""
-    real, homes = {}, names_in_units(model, units)
+    real = {}
     for prefix, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and prefix not in homes and (tensor.is_meta or name in module._buffers):

@@ -329,7 +329,7 @@ def _ordered(model: nn.Module, units: list[str], traced: Trace, arguments: Mappi
     for position, call in enumerate(traced.calls):
         first.setdefault(call.unit, position)
     blocks = [position for unit, position in first.items() if unit.rpartition(".")[2].isdigit()]
-    media = [name for name in MEDIA if name in inspect.signature(model.forward).parameters]
+    media = [*filter(inspect.signature(model.forward).parameters.__contains__, MEDIA)]
     latest = min(blocks) if blocks and media and not any(name in arguments for name in media) else len(traced.calls)
     following = len(traced.calls)
     place: dict[str, tuple[int, int]] = {}

@@ -12,6 +12,7 @@ from torch import nn
 
 # What torch itself keeps in every module; buffers are looked after elsewhere.
 _TORCHS = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None), torch.Size)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 
 
@@ -44,17 +45,19 @@ def _marks(model: nn.Module) -> dict[str, Any]:
     """By name, what tells the value of each plain attribute from another one."""
     found = {}
     for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _TORCHS and (mark := _mark(value)) is not _ABSENT:
+        own = vars(module)
+        for name in own.keys() - _TORCHS:
+            if (mark := _mark(own[name])) is not _ABSENT:
                 found[f"{prefix}.{name}" if prefix else name] = mark
     return found
 
 
 def _mark(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, type(None), torch.Size)):
+    kind = type(value)  # and not `isinstance`, which runs code of a configuration's class
+    if issubclass(kind, _PLAIN):
         return repr(value)  # in which NaN is NaN
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, tuple):
+    if issubclass(kind, tuple):
         return tuple(map(_mark, value))
-    return (id(value), len(value)) if type(value) in _CONTAINERS else _ABSENT
+    return (id(value), len(value)) if kind in _CONTAINERS else _ABSENT
