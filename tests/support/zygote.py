@@ -27,6 +27,7 @@ import io
 import logging
 import marshal
 import os
+import py_compile
 import runpy
 import selectors
 import shlex
@@ -174,7 +175,9 @@ def start() -> tuple[list[str], str]:
             )
         atexit.register(_end, zygote)
     program = folder / "python"
-    words = [sys.executable, "-SE", str(Path(__file__).with_name("forked.py")), ",".join(addresses)]
+    stand_in = str(folder / "stand_in.pyc")
+    py_compile.compile(str(Path(__file__).with_name("forked.py")), stand_in, doraise=True)
+    words = [sys.executable, "-SE", stand_in, ",".join(addresses)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o755)
     return addresses, str(folder)
