@@ -32,7 +32,7 @@ def try_parts(engine: Engine) -> None:
     its model. All ranks call this together.
 
     Raises:
-        NotImplementedError: on every rank, naming the first unit that differs.
+        NotImplementedError: on every rank, naming the first unit that differs, or saying why nothing can be cut.
     """
     sequences, model = engine.parts.sequences, engine.split.model
     assert isinstance(sequences, ContextParallel)

@@ -83,7 +83,7 @@ class PipelineModel(_Module):
         return configuration
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
+        """Train or evaluate on this pipeline's batch, given as the model's own arguments.
 
         `criterion=` takes a `criterion(outputs, inputs)` for this call, instead of that of `initialize()`; None is the
         model's own loss. See `initialize`.

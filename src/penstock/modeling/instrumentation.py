@@ -61,7 +61,7 @@ class Record:
     tensor_parallel: WeightSharding | None = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `WeightSharding.apply` takes them
     engine: Any = None  # runs it; see `runtime.reforming.engine_of`
-    # What takes the calls of the model for now, the last one first; none: a call is a step or an evaluation.
+    # The last of these takes the calls of the model for now; without one a call is a step or an evaluation.
     call_targets: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     configuration: Any = None  # what `initialize()` was asked for
     # What gives its loss (a `graph.loss.Criterion`); None for the model's own.
@@ -109,8 +109,8 @@ class Absent:
 
     Attributes:
         kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
-        tensor: the `Parameter` itself; of a temporary buffer its values, on the CPU; of a persistent one a meta tensor;
-            None where the module has None under the name.
+        tensor: the `Parameter` itself, or an empty one in the place of a packed one; of a temporary buffer its values,
+            on the CPU; of a persistent one a meta tensor; None where the module has None under the name.
     """
 
     kind: str
@@ -299,7 +299,7 @@ class _InterceptedModule:
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles of an intercepted module are plain modules of the model's own class."""
+        """Copies and pickles of an intercepted module are plain modules, of the class that it had before."""
         state = {**self.__dict__, "_compiled_call_impl": None}  # which no copy can have, see torch's own
         return _new_module, (original_class(type(self)),), state
 

@@ -1,7 +1,7 @@
 """Weights that a library keeps packed, in a few bits a number: linear layers, and stacks of experts.
 
-They are recognised by the package of a parameter's class, optimum's by their attribute `weight_qtype`, and marked: the
-core imports nothing of a library, and looks at `Record.packed` instead.
+They are recognised by the package of the class of a parameter, or of what unpacks it, optimum's by their attribute
+`weight_qtype`, and marked: the core imports nothing of a library, and looks at `Record.packed` instead.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def mark_packed(model: Model) -> Model:
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Whether a layer was marked of what is here of a model."""
+    """Whether a layer was marked of those that this rank has of a model."""
     return any(known_of(module).packed is not None for module in model.modules())
 
 
@@ -86,8 +86,8 @@ def _are_loaded(modules: Iterable[nn.Module]) -> bool:
 
 
 def stacks_of(module: nn.Module) -> list[str]:
-    """The module's own parameters that are stacks of matrices, as those of experts are. The layers of torch that have
-    weights of three dimensions are convolutions and the like."""
+    """Names of the module's own parameters that are stacks of matrices, as those of experts are. The layers of torch
+    that have weights of three dimensions are convolutions and the like."""
     if type(module).__module__.startswith("torch."):
         return []
     own = (

@@ -89,7 +89,7 @@ class ShardReader(Protocol):
         """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """Make transformers tie two names only if the checkpoint has equal values under both."""
+        """Make transformers tie two names that are both in the checkpoint only if their values there are equal."""
 
     def finish(self, model: PreTrainedModel) -> None:
         """Leave the shards where `WeightSharding.apply` finds them."""
@@ -152,5 +152,5 @@ class WeightSharding(Protocol):
         model's own loss, a single mean, is trained on."""
 
 
-# Of a whole model, this rank's index among those that share its stages and their number, and what is tied.
+# Takes a whole model, this rank's index among those that share its stages, their number, and what is tied.
 MakeSharding = Callable[[nn.Module, int, int, Sequence[tuple[str, ...]]], WeightSharding]

@@ -171,7 +171,7 @@ class ShardLoading:
         return chosen
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """Make transformers tie two names only if the checkpoint has equal values under both.
+        """Make transformers tie two names that are both in the checkpoint only if their values there are equal.
 
         It compares values where it finds some, but here are shards, which may be alike when the whole weights are not.
         """

@@ -143,7 +143,7 @@ class Forwards:
         return unpadded and classifies and _sizes(inputs)[:1] == (1,)
 
     def _is_padded_on(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the length is no multiple of an attention's window, up to which LED calls its embedding once more."""
+        """Whether the length is no multiple of an attention's window: LED then calls its embedding once more."""
         windows = getattr(configuration_of(self.model), "attention_window", None) or 1
         window = windows if isinstance(windows, int) else max(windows)
         tokens = inputs.get("input_ids")

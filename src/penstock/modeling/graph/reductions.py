@@ -41,7 +41,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
 _BY_SAMPLES = frozenset({"embedding", "_ctc_loss", "log_sigmoid_forward"})
 # Their mean is over the elements that are not ignored, and weighted.
 _CLASS_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "cross_entropy_loss"})
-# Constants of more elements are not compared.
+# Constants of one shape with more elements are taken to be equal.
 _MOST_COMPARED = 1 << 16
 
 
@@ -187,14 +187,14 @@ class OperationRecord:
         )
 
     def _asks_values(self, ref: TensorRef, labels: Collection[str]) -> bool:
-        """Whether a mask depends on more of labels than whether they are negative."""
+        """Whether a mask depends on more of labels than how they compare with a number of zero or less."""
         if ref.step is None:
             return True
         step = self.steps[ref.step]
         if step.func is None:
             return step.given in labels
-        negative = [leaf for leaf in step.leaves if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 0]
-        if step.name in ("ge", "gt", "lt", "le", "eq", "ne") and negative:
+        bounds = [leaf for leaf in step.leaves if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 0]
+        if step.name in ("ge", "gt", "lt", "le", "eq", "ne") and bounds:
             return False
         return any(self._asks_values(each, labels) for each in step.refs())
 
@@ -256,7 +256,7 @@ class OperationRecord:
         return step.number or (bool(refs) and all(ref.step is not None and self._is_number(ref.step) for ref in refs))
 
     def reaching(self, begins: Callable[[Step], bool]) -> set[int]:
-        """The steps that are made from such."""
+        """The steps of which `begins` is true, and those that are made from them."""
         found: set[int] = set()
         for index, step in enumerate(self.steps):
             if begins(step) or any(ref.step in found for ref in step.refs()):
@@ -356,7 +356,7 @@ class _Pair:
             return frozenset({MIXED})
         if one.shape == two.shape:
             small = one.numel() <= _MOST_COMPARED and not one.is_meta
-            # A number may hold the number of samples; see `_ratio`.
+            # A number may hold the number of samples; see `_numbers_ratio`.
             return Constant() if one.dim() == 0 or not small or _equal(one, two) else frozenset({MIXED})
         varying = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
         if len(varying) == 1 and one.dim() == two.dim() and not one.is_meta:
@@ -470,7 +470,7 @@ class _Pair:
         )
 
     def _moves(self, leaf: Any, state: Rows, size: int) -> bool:
-        """Whether all samples are where they were, or are taken apart, or together with what they consist of."""
+        """Whether all samples are where they were, or each is taken apart into rows, or put together from rows."""
         before, numel = leaf.shape[state.dim], leaf.shape.numel()
         if before == size:
             return True

@@ -65,7 +65,8 @@ class OutputShape:
     captured: tuple[tuple[str, int | None], ...] = ()
     cache: CacheGrowth | None = None  # what the call does to a cache among its arguments
     written: tuple[int, ...] = ()  # indices of the argument leaves that the call changes in place
-    assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
+    # Values were assumed, or a part was taken for shape-preserving: the unit's owner must check the real shapes.
+    assumed: bool = False
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
     stored: tuple[StoredEntry, ...] = ()  # entries that the call makes in mappings among its arguments
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
@@ -171,7 +172,7 @@ class ShapeFunctions:
         remembered = self._remembered.get(key) if lasting else None
         if remembered is not None:
             return remembered
-        # What another unit that is alike has returned, if neither asks where it stands, nor for anything else.
+        # What another unit that is alike has returned, if its code asks neither where it stands nor for values.
         plain = not collected and all(isinstance(leaf, _SHARED) for leaf in leaves)
         shared = (self._kind_of(name), str(spec), *key[1:]) if plain else None
         if shared is not None and shared in self._remembered:

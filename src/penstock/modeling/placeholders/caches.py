@@ -155,7 +155,7 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
         return state
 
     def _state_layer(self, layer_idx: int) -> Any:
-        """A layer's state on the meta device. Raises IndexError if it has begun, but not in an earlier call."""
+        """A layer's state on the meta device. Raises IndexError if it has begun, but in no call that was seen here."""
         states = self.use.states
         if layer_idx not in states:
             layer = self.real.layers[layer_idx]

@@ -23,8 +23,8 @@ from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of,
 
 def strip(module: nn.Module, kept_modules: Collection[nn.Module] = ()) -> None:
     """Turn `module` and everything below it into a ghost, in place, but for `kept_modules`, which are also parts of
-    others; `restore` is the way back. The parameters are left alone: whoever still holds one (an optimizer, a tied
-    holder) keeps it whole."""
+    others; `restore` is the way back. Parameters that are not packed are left alone: whoever still holds one (an
+    optimizer, a tied holder) keeps it whole."""
     for child in module.modules():
         if child in kept_modules:
             continue
@@ -34,8 +34,8 @@ def strip(module: nn.Module, kept_modules: Collection[nn.Module] = ()) -> None:
             for name, tensor in list(registry.items()):
                 temporary = kind == "buffer" and name in child._non_persistent_buffers_set
                 del registry[name]
-                # Straight into __dict__: nn.Module.__setattr__ would register a buffer again, and a later assignment
-                # of a Parameter under this name still registers it and removes this entry.
+                # Straight into __dict__, whatever __setattr__ a class has. A later assignment of a Parameter under this
+                # name still registers it and removes this entry.
                 placeholder = child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
                 kept = tensor if kind == "parameter" else placeholder
                 if record.packed is not None and isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
@@ -80,7 +80,7 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
 
 
 def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What parameters `strip` took out of `module` and the modules below it, with their names relative to it."""
+    """The parameters that `strip` took out of `module` and the modules below it, with their names relative to it."""
     for prefix, child in module.named_modules():
         for name, absent in absent_of(child).items():
             if isinstance(absent.tensor, nn.Parameter):

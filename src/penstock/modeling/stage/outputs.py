@@ -79,7 +79,7 @@ class NamedOutput(ModelOutput):  # type: ignore[misc]  # a library without types
 
 
 def named_output(output: Any) -> Any:
-    """`output` if it has named fields, otherwise a `NamedOutput` of it."""
+    """`output` if it is a `ModelOutput`, otherwise a `NamedOutput` of it."""
     if isinstance(output, ModelOutput):
         return output
     values = dict(items_of(output) or ())
@@ -179,8 +179,8 @@ def merge_outputs(
 
     Args:
         losses: fields besides `loss` that are shares of the batch's, too.
-        grown: the shapes of the first output if its microbatch had one sample more. Asked for where two dimensions are
-            as large as the microbatch, so that either could be the samples'; by default the first is.
+        grown: the shapes of the first output if its microbatch had one sample more. Asked for where two dimensions, or
+            a list, are as large as the microbatch; by default the first dimension is the samples', and no list is.
     """
     first = outputs[0]
     kind = joint_form(map(form_of, outputs)) or type(first)

@@ -145,8 +145,8 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 def packed_weights(model: nn.Module) -> dict[str, int]:
     """How many numbers each packed weight of the unsplit model has, by name: its tensor has fewer."""
     modules = model.named_modules()
-    packed = ((name, one) for name, each in modules if (one := known_of(each).packed) is not None)
-    return {f"{name}.{one.parameter}": one.num_weights for name, one in packed}
+    packed = ((name, layer) for name, each in modules if (layer := known_of(each).packed) is not None)
+    return {f"{name}.{layer.parameter}": layer.num_weights for name, layer in packed}
 
 
 def sharding_in(model: nn.Module) -> WeightSharding | None:
