@@ -167,9 +167,9 @@ class _Mixed(type):
     def mro(cls) -> list[type]:
         if vars(cls).get("_mixed") is None:
             return super().mro()  # somebody has derived from a class that was made here
-        own, mixin = cls.__bases__
-        before = [cls for cls in (_Unnoticed, *mixin.__mro__) if cls not in own.__mro__]
-        return [cls, *before, *own.__mro__]
+        base, mixin = cls.__bases__
+        before = [each for each in (_Unnoticed, *mixin.__mro__) if each not in base.__mro__]
+        return [cls, *before, *base.__mro__]
 
 
 class _Unnoticed:
@@ -185,10 +185,9 @@ def mix_in(module: nn.Module, mixin: type) -> None:
     base: Any = type(module)
     if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        own = type(base)
-        kind: Any = (
-            own if issubclass(own, _Mixed) else type(own.__name__, (_Mixed, own) if own is not type else (_Mixed,), {})
-        )
+        metaclass = type(base)
+        bases = (_Mixed, metaclass) if metaclass is not type else (_Mixed,)
+        kind: Any = metaclass if issubclass(metaclass, _Mixed) else type(metaclass.__name__, bases, {})
         made = kind(base.__name__, (base, mixin), {**names, "_mixed": mixin})
         _subclasses[base, mixin], _originals[made] = made, base
     object.__setattr__(module, "__class__", _subclasses[base, mixin])

@@ -39,8 +39,8 @@ def mark_packed(model: Model) -> Model:
         if isinstance(module, ParametrizationList) and any(_library_of(child) in LIBRARIES for child in module):
             record_of(module).packed = PackedStack.of(module)
             continue
-        own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
-        packed = [parameter for parameter in own if parameter is not None and _library_of(parameter) in LIBRARIES]
+        tensors = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
+        packed = [parameter for parameter in tensors if parameter is not None and _library_of(parameter) in LIBRARIES]
         if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
             continue
         inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -90,12 +90,12 @@ def stacks_of(module: nn.Module) -> list[str]:
     that have weights of three dimensions are convolutions and the like."""
     if type(module).__module__.startswith("torch."):
         return []
-    own = (
+    numbers = (
         (name, parameter)
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     )
-    return [name for name, parameter in own if parameter.dim() == 3 and parameter.shape[0] > 1]
+    return [name for name, parameter in numbers if parameter.dim() == 3 and parameter.shape[0] > 1]
 
 
 def quantization_method(model: Any) -> str | None:

@@ -154,16 +154,16 @@ class OperationRecord:
 
     def find(self, tensor: torch.Tensor) -> TensorRef | None:
         """The step that made a tensor; None if it is a constant."""
-        found = self._as_argument(tensor)
-        return found if isinstance(found, TensorRef) else None
+        ref = self._as_argument(tensor)
+        return ref if isinstance(ref, TensorRef) else None
 
     def _put(self, tensor: torch.Tensor, step: Step) -> None:
         self.steps.append(step)
         self._at.setdefault(storage_of(tensor)._cdata, {})[_geometry(tensor)] = len(self.steps) - 1
 
     def _as_argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-        here = self._at.get(storage_of(tensor)._cdata)
-        return tensor if here is None else TensorRef(here.get(_geometry(tensor)), tensor.shape)
+        steps = self._at.get(storage_of(tensor)._cdata)
+        return tensor if steps is None else TensorRef(steps.get(_geometry(tensor)), tensor.shape)
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
         """Whether a tensor has nothing but values of inputs, and constants. `labels` may decide which only by being
@@ -238,17 +238,17 @@ class OperationRecord:
     def used_calls(self, tensor: torch.Tensor) -> LossParts:
         """The results of loss functions from which a tensor was made, whatever was done with them."""
         ref = self.find(tensor)
-        found, todo = set(), [] if ref is None or ref.step is None else [ref.step]
+        parts, todo = set(), [] if ref is None or ref.step is None else [ref.step]
         seen = set(todo)
         while todo:
             step = self.steps[todo.pop()]
             if step.call is not None:
-                found.add(LossPart(step.call, int(step.is_sum)))
+                parts.add(LossPart(step.call, int(step.is_sum)))
                 continue
             before = {each.step for each in step.refs() if each.step is not None} - seen
             seen |= before
             todo += before
-        return frozenset(found)
+        return frozenset(parts)
 
     def _is_number(self, index: int) -> bool:
         step = self.steps[index]
@@ -257,17 +257,17 @@ class OperationRecord:
 
     def reaching(self, begins: Callable[[Step], bool]) -> set[int]:
         """The steps of which `begins` is true, and those that are made from them."""
-        found: set[int] = set()
+        reached: set[int] = set()
         for index, step in enumerate(self.steps):
-            if begins(step) or any(ref.step in found for ref in step.refs()):
-                found.add(index)
-        return found
+            if begins(step) or any(ref.step in reached for ref in step.refs()):
+                reached.add(index)
+        return reached
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same values; torch compares none that are sparse."""
-    one, two = (each if each.layout is torch.strided else each.to_dense() for each in (one, two))
-    return torch.equal(one, two)
+    first, second = (each if each.layout is torch.strided else each.to_dense() for each in (first, second))
+    return torch.equal(first, second)
 
 
 def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor]) -> LossParts | None:
@@ -286,16 +286,16 @@ def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor])
     def at(index: int | None) -> State:
         return frozenset({MIXED}) if index is None else states[index]
 
-    found = next(at(ref.step) for ref in refs if ref is not None)
-    if isinstance(found, Constant):
+    state = next(at(ref.step) for ref in refs if ref is not None)
+    if isinstance(state, Constant):
         return frozenset({LossPart(None, 0)})
-    if isinstance(found, Rows):  # a loss of a single sample
+    if isinstance(state, Rows):  # a loss of a single sample
         return frozenset({MIXED})
     # A loss that decides what Python does is no sum of its parts, whatever is made of it then.
     computed = one.reaching(lambda step: step.of_unit or step.call is not None)
     asked = [at(index) for index in one.asked if index is None or index in computed]
-    decides = any(not isinstance(state, Constant | Rows) and state - {MIXED} for state in asked)
-    return found | {MIXED} if decides else found
+    decides = any(not isinstance(each, Constant | Rows) and each - {MIXED} for each in asked)
+    return state | {MIXED} if decides else state
 
 
 class _Pair:
@@ -327,8 +327,8 @@ class _Pair:
         live = [state for _, state in tensors if not isinstance(state, Constant)]
         parts = frozenset[LossPart]().union(*(state for state in live if isinstance(state, frozenset)))
         if any(isinstance(state, frozenset) for state in live):
-            several = any(isinstance(state, Rows) for state in live)
-            return (None if several else self._of_parts(parts, tensors)) or parts | {MIXED}
+            has_rows = any(isinstance(state, Rows) for state in live)
+            return (None if has_rows else self._of_parts(parts, tensors)) or parts | {MIXED}
         if not live:
             number = any(isinstance(state, Constant) and state.number for _, state in tensors)
             same = self._numbers_ratio() == 1 or one.func.is_view
@@ -360,8 +360,8 @@ class _Pair:
             return Constant() if one.dim() == 0 or not small or _equal(one, two) else frozenset({MIXED})
         varying = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
         if len(varying) == 1 and one.dim() == two.dim() and not one.is_meta:
-            again = torch.cat([one, one], varying[0])
-            if again.shape == two.shape and _equal(again, two):
+            doubled = torch.cat([one, one], varying[0])
+            if doubled.shape == two.shape and _equal(doubled, two):
                 return Rows(varying[0])
             if self._one.name == "index" and _is_range(one) and _is_range(two):
                 return Rows(0)
@@ -462,8 +462,8 @@ class _Pair:
             return False
         ndim = len(rows[0][0].shape)
         along = {each % ndim for each in (dims if isinstance(dims, list | tuple) else [dims])}
-        own = arguments.get("self")
-        if name in ("gather", "index_select") and not any(leaf is own for leaf, _ in rows):
+        source = arguments.get("self")
+        if name in ("gather", "index_select") and not any(leaf is source for leaf, _ in rows):
             return True  # entries of a constant, chosen by what each sample says
         return all(
             state.dim not in along and leaf.shape[state.dim] == size and len(leaf.shape) == ndim for leaf, state in rows
@@ -479,14 +479,14 @@ class _Pair:
 
     def _indexes_samples(self, rows: Sequence[tuple[Any, Rows]], dim: int) -> bool:
         """Of `x[indices]`: entries of a constant, or for each sample some of its own."""
-        own, indices = self._one.arguments["self"], self._one.arguments["indices"]
-        state = next((state for leaf, state in rows if leaf is own), None)
+        source, indices = self._one.arguments["self"], self._one.arguments["indices"]
+        state = next((state for leaf, state in rows if leaf is source), None)
         if state is None:
             return not any(isinstance(index, torch.Tensor) and _is_range(index) for index in indices)
-        here = indices[state.dim] if state.dim < len(indices) else None
-        if here is None:
-            return all(leaf is own for leaf, _ in rows) and own.shape[state.dim] == self._one.shape[dim]
-        return isinstance(here, torch.Tensor) and _is_range(here) and len(here) == own.shape[state.dim]
+        samples = indices[state.dim] if state.dim < len(indices) else None
+        if samples is None:
+            return all(leaf is source for leaf, _ in rows) and source.shape[state.dim] == self._one.shape[dim]
+        return isinstance(samples, torch.Tensor) and _is_range(samples) and len(samples) == source.shape[state.dim]
 
     def _power_of_rows(self, tensors: Sequence[tuple[Any, State]], power: int) -> int | None:
         """With which power of the number of samples the elements grow; None if in no such way."""

@@ -203,8 +203,8 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     names.update(name for name, _ in stripped_tensors(model))
     order: list[str] = []
     for prefix, child in model.named_modules(remove_duplicate=False):
-        own = [*child._parameters, *absent_of(child)]
-        order += [name for n in own if (name := f"{prefix}.{n}" if prefix else n) in names]
+        here = [*child._parameters, *absent_of(child)]
+        order += [name for n in here if (name := f"{prefix}.{n}" if prefix else n) in names]
     return list(dict.fromkeys(order))
 
 

@@ -42,12 +42,12 @@ _ABSENT = object()
 
 def _marks(model: nn.Module) -> dict[str, Any]:
     """By name, what tells the value of each plain attribute from another one."""
-    found = {}
+    marks = {}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _TORCHS and (mark := _mark(value)) is not _ABSENT:
-                found[f"{prefix}.{name}" if prefix else name] = mark
-    return found
+                marks[f"{prefix}.{name}" if prefix else name] = mark
+    return marks
 
 
 def _mark(value: Any) -> Any:

@@ -47,15 +47,15 @@ def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
     """Raise NotImplementedError if trained parameters of different units are not one, but views of the same memory: an
     update of one is an update of the other, which no other stage would see."""
     homes = names_in_units(model, units)
-    found = []
+    extents = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.layout is torch.strided and parameter.numel():
             start = int(parameter.storage_offset())
             reach = zip(parameter.shape, parameter.stride(), strict=True)
             end = start + sum((size - 1) * stride for size, stride in reach)
-            found.append((parameter.untyped_storage()._cdata, start, end, name))
+            extents.append((parameter.untyped_storage()._cdata, start, end, name))
     common = []
-    for _, views in groupby(sorted(found), key=itemgetter(0)):
+    for _, views in groupby(sorted(extents), key=itemgetter(0)):
         furthest: dict[str | None, tuple[int, str]] = {}  # of each unit, the parameter that ends last so far
         for _, start, end, name in views:
             unit = unit_with(name, homes, units)
