@@ -54,7 +54,7 @@ class Forwards:
     """Trace a model's forwards, once for each kind of inputs. Its units are intercepted from `install` on.
 
     The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model is
-    in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends on how
+    in training mode; not the contents of tensors, nor their sizes, unless the number of a unit's calls depends on how
     many samples, or images, there are.
 
     Attributes:

@@ -382,7 +382,7 @@ def _assumed(functions: ShapeFunctions) -> str:
 
 
 def _plain_values(leaves: Sequence[Any], flow: DataFlow) -> tuple[int, ...]:
-    """The leaves that are short tensors of integers which come from the inputs alone: sizes of images, say."""
+    """Indices of the leaves that are short tensors of integers and come from the inputs alone: sizes of images, say."""
     return tuple(
         index
         for index, leaf in enumerate(leaves)

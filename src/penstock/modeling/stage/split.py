@@ -272,7 +272,7 @@ class SplitModel:
         Args:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
-                floating-point tensors are leaves that require gradients.
+                what required a gradient there is a leaf that requires one.
             seed: for a forward that `draws`, equal on all stages, different for every step and microbatch. Random
                 numbers then depend on it and the place in the forward only, not on the layout, and the random
                 generators are left as they were.

@@ -39,7 +39,7 @@ class StageLoadingInfo:
     """What loading found. `missing_keys` and `unexpected_keys` are those of the whole model, the same on every rank.
 
     Attributes:
-        missing_keys: parameters of the model that the checkpoint lacks; they were initialised as in the whole model.
+        missing_keys: tensors of the model that the checkpoint lacks; they were initialised as in the whole model.
         unexpected_keys: tensors of the checkpoint that the model has no place for.
         mismatched_keys: (name, shape in the checkpoint, shape in the model), for this rank's parameters.
         untied: names that this rank found *not* tied although the configuration ties them, because the checkpoint
