@@ -144,8 +144,8 @@ class LossRule:
         terms: the means that enter the loss; nearly always one.
         rest: by what all else in the loss is weighted (a router's balance loss); None: by the largest share of `terms`.
         exact: False if the loss is, as far as can be seen, no mean or sum over tokens or samples (contrastive losses, a
-            mean over what values select): microbatches are then weighted by samples, which equals the unsplit model
-            accumulating over the same microbatches, but not the loss of the whole batch at once.
+            mean over what values select): microbatches are then weighted by the means in it, by samples without any,
+            which equals the unsplit model accumulating over them, but not the loss of the whole batch at once.
         fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
