@@ -160,9 +160,9 @@ _originals: dict[type, type] = {}
 
 
 class _Mixed(type):
-    """The metaclass of what `mix_in` makes. Python lets an object change to a class that adds nothing to the layout of
-    its own one, which it sees from the first base alone; so that is the object's class, and what is mixed in comes
-    before it in the order of resolution all the same."""
+    """The metaclass of what `mix_in` makes. Python lets an object change to a class that adds nothing to its layout,
+    and tells this by the first base alone. So the first base is the object's class, and `mro` puts what is mixed in
+    before it."""
 
     def mro(cls) -> list[type]:
         if vars(cls).get("_mixed") is None:
@@ -180,8 +180,8 @@ class _Unnoticed:
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of a subclass of `mixin` and of its own class. It has the name of that one for error
-    messages, repr and transformers' registries (which are keyed by str(class))."""
+    """Make `module` an instance of a subclass of `mixin` and of its own class. The subclass has the name of the
+    latter, for error messages, repr and transformers' registries (which are keyed by str(class))."""
     base: Any = type(module)
     if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

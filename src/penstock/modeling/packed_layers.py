@@ -27,8 +27,8 @@ METHODS = frozenset({"bitsandbytes", "bitsandbytes_experts", "quanto", "torchao"
 
 def mark_packed(model: Model) -> Model:
     """Mark the layers of a model that have packed weights. Returns the model. Raises NotImplementedError if what has
-    packed weights is not known here, or is to be trained; of a model that is here as a whole also as
-    `require_packed`."""
+    packed weights is not known here, or is to be trained; for a model that is here as a whole also what
+    `require_packed` raises."""
     if (method := quantization_method(model)) not in (None, *METHODS):
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "

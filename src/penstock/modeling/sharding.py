@@ -59,7 +59,7 @@ class Sharding:
 
 
 class ShardWriter(Protocol):
-    """Keeps this rank's shards of weights that are meta tensors, of what is written to them while they are made."""
+    """Keeps this rank's shards of what is written to weights, which are meta tensors, while they are made."""
 
     def watch(self, parameter: nn.Parameter, sharding: Sharding, value: torch.Tensor | None = None) -> None:
         """Keep a shard of `parameter`, with its whole `value`; None if it will be written."""
@@ -83,7 +83,7 @@ class ShardReader(Protocol):
         """Keeps the shards, also of what is initialised."""
 
     def keeping(self, ties: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Inside, of what is read for a sharded weight the shard is kept. `ties`: each name's source."""
+        """Inside, only the shard is kept of what is read for a sharded weight. `ties`: each name's source."""
 
     def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
         """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""

@@ -141,7 +141,7 @@ class ShardLoading:
 
     @contextlib.contextmanager
     def keeping(self, ties: Mapping[str, str]) -> Iterator[None]:
-        """Inside, of what transformers has read for a sharded weight the shard is kept. `ties`: each name's source."""
+        """Inside, only the shard is kept of what is read for a sharded weight. `ties`: each name's source."""
         original = core_model_loading.set_param_for_module
         tied = {*ties, *ties.values()}
 

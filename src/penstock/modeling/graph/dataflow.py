@@ -87,7 +87,7 @@ class DataFlow(TorchDispatchMode):
             returned then, and the value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
         asks_known: whether these were, or values that depend on nothing, such as positions counted from 0.
-        written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
+        written, written_inputs: values changed in place after their unit returned them, and arguments changed in place.
         record: the operations on what depends on the arguments.
     """
 

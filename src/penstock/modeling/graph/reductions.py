@@ -46,8 +46,8 @@ _MOST_COMPARED = 1 << 16
 
 
 class LossPart(NamedTuple):
-    """What a loss is a sum of: the result of a loss function, by its number, or what else there is (None), and with
-    which power of the number of samples it grows: 0 for means, 1 for sums. None: it is neither."""
+    """A part of the sum that a loss is: the result of loss function number `call`, or what else there is (None). It
+    grows with this `power` of the number of samples: 0 for means, 1 for sums, None for neither."""
 
     call: int | None
     power: int | None
@@ -65,7 +65,7 @@ class Constant(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Has the samples along a dimension, each element made of one sample; `chosen`: of so many as values decide."""
+    """Has the samples along a dimension, each element made of one sample; `chosen`: of as many as values decide."""
 
     dim: int
     power: int = 0

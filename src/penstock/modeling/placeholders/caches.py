@@ -73,7 +73,7 @@ class CacheUse:
         return CacheGrowth(tuple(self.lengthened), tuple(self.states), tuple(self.indexed), samples, per_token)
 
     def _place_of_samples(self, first: torch.Tensor) -> tuple[int, int]:
-        """Where in the first tensor the samples and tokens are of which keys were given: `samples, per_token`. Mostly
+        """Where in the first tensor the samples and tokens are whose keys were given: `samples, per_token`. Mostly
         in front, but there may be several streams of hidden states, before them or for each token."""
         if not self.given:
             return 0, 1

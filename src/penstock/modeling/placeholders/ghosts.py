@@ -117,8 +117,8 @@ def guard_ghosts(model: nn.Module, active: Callable[[], bool], device: Callable[
     """Let ghosts answer the model's own code while `active()` (a forward is run or traced), and refuse other calls.
 
     Model code asks `next(self.encoder.parameters()).dtype`: then `parameters()` of a module that has none left gives a
-    placeholder for each, of no storage to speak of, on `device()`; to everybody else none, as before. Calls are refused
-    of what is inside of units, which are intercepted themselves, and of `forward`."""
+    placeholder for each, of no storage to speak of, on `device()`; to everybody else none, as before. Calls
+    of `forward`, and of what is inside of units, are refused; the units themselves are intercepted."""
 
     def parameters(module: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
         if active():
@@ -178,7 +178,7 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
 @contextmanager
 def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
     """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors: for code that asks for
-    names and shapes only, as `state_dict()`. Or the parameters themselves, maybe without storage."""
+    names and shapes only, as `state_dict()`. With `themselves`, parameters as they are, maybe without storage."""
     with ExitStack() as undo:
         for child in model.modules():
             for name, absent in absent_of(child).items():

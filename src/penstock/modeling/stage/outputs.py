@@ -105,7 +105,7 @@ def form_of(output: Any) -> OutputForm | None:
 
 
 def joint_form(forms: Iterable[OutputForm | None]) -> OutputForm | None:
-    """The form of what has the fields of all of these, which are of one class: microbatches may have unlike ones."""
+    """The form with the fields of all of these, which are of one class: microbatches may have unlike ones."""
     known = [form for form in forms if form is not None]
     return replace(known[0], names=tuple(dict.fromkeys(chain(*(form.names for form in known))))) if known else None
 
