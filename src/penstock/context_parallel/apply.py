@@ -29,8 +29,8 @@ FEW = 8
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raise NotImplementedError for a model whose attention does not go through transformers' registry, as far as can
-    be told by its configuration; see `try_parts`."""
+    """Raise NotImplementedError for a model that is not of transformers, or whose attention takes no mask of a part, as
+    its configuration tells; see `try_parts`."""
     if not isinstance(model, PreTrainedModel):
         raise NotImplementedError(
             f"context_parallel_size needs a model of transformers, and {type(model).__name__} is none: leave it out"

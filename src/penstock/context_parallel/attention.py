@@ -163,8 +163,8 @@ def _mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     part = _under_way[-1]
     cut, of_whole = part.cut, kwargs["mask_function"]
     separates, part.separates = part.separates and part.packed is not None, False
-    own = cut.tokens
-    if kwargs["q_length"] != own or kwargs["kv_length"] not in (own, cut.length) or kwargs.get("use_vmap"):
+    tokens = cut.tokens
+    if kwargs["q_length"] != tokens or kwargs["kv_length"] not in (tokens, cut.length) or kwargs.get("use_vmap"):
         raise NotImplementedError(
             f"the model makes a mask for {kwargs['q_length']} queries and {kwargs['kv_length']} keys, which is not one "
             "of the whole sequence's tokens, or makes it with a function of its own"
@@ -273,7 +273,7 @@ def _some_heads(exchange: Exchange | None, cut: Cut, parts: Sequence[torch.Tenso
         return [whole for part in parts for whole in _some_heads(exchange, cut, [part])]
     heads = [part.shape[1] // cut.size for part in parts]
     shares = [
-        torch.cat([part.narrow(1, index * own, own) for part, own in zip(parts, heads, strict=True)], 1)
+        torch.cat([part.narrow(1, index * count, count) for part, count in zip(parts, heads, strict=True)], 1)
         for index in range(cut.size)
     ]
     return [*cut.join(_swap(exchange, shares), 2).split(heads, 1)]

@@ -32,7 +32,7 @@ def try_parts(engine: Engine) -> None:
     its model. All ranks call this together.
 
     Raises:
-        NotImplementedError: on every rank, naming the first unit that differs.
+        NotImplementedError: on every rank, naming the first unit that differs, or saying why nothing can be cut.
     """
     sequences, model = engine.parts.sequences, engine.split.model
     assert isinstance(sequences, ContextParallel)
@@ -83,7 +83,7 @@ def _first_of_all(engine: Engine, mine: int | None) -> int | None:
     """The first of the units that the ranks have found."""
     ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
     every = ranks.exchange(mine, "comparing parts of sequences with the whole")
-    return min((found for found in every if found is not None), default=None)
+    return min((index for index in every if index is not None), default=None)
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class SequencePart(dict[str, Any]):
         positions: the position ids of whole sequences, None if the model takes none.
         way: BY_HEADS at first; a trace of the model makes it BY_TOKENS when it meets a layer whose heads cannot be
             shared out (`attention._attend`).
-        num_shares: over how many ranks the heads of a layer are shared out by heads.
+        num_shares: over how many ranks the heads of a layer are shared out, those of tensor parallelism included.
         separates: whether the mask that is made next is to keep the sequences of a row apart.
     """
 
@@ -141,7 +141,7 @@ def cut_inputs(
             none.
 
     Raises:
-        NotImplementedError: an input is none of which it is known how to cut it.
+        NotImplementedError: sequences are too short, or it is not known how to cut or fill up an input.
     """
     length = length_of(inputs)
     cut = Cut(length, index, size)

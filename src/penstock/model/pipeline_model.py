@@ -83,7 +83,7 @@ class PipelineModel(_Module):
         return configuration
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Train or evaluate on this pipeline's batch, given as the model's own keyword arguments.
+        """Train or evaluate on this pipeline's batch, given as the model's own arguments.
 
         `criterion=` takes a `criterion(outputs, inputs)` for this call, instead of that of `initialize()`; None is the
         model's own loss. See `initialize`.
@@ -261,9 +261,9 @@ class PipelineModel(_Module):
         units = {unit: self.get_submodule(unit) for stage in split.stages for unit in stage}
         occurs = Counter(type(module) for module in units.values())
         mine = [units[unit] for stage in split.local_stages for unit in split.stages[stage]]
-        several = any(number > 1 for number in occurs.values())
+        any_repeats = any(number > 1 for number in occurs.values())
         for module in mine:
-            if occurs[type(module)] > 1 or not several:
+            if occurs[type(module)] > 1 or not any_repeats:
                 module.compile(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
@@ -412,9 +412,9 @@ _KNOWN_PACKAGES = frozenset({"builtins", "diffusers", "penstock", "peft", "torch
 
 def _hand_over_saving(kind: type) -> None:
     """Let the own methods of a model's class that save it (`save`, `save_...`) have the whole model."""
-    own = original_class(kind)
-    for name in dir(own):
-        holder = next(cls for cls in own.__mro__ if name in vars(cls)) if name.startswith("save") else object
+    own_class = original_class(kind)
+    for name in dir(own_class):
+        holder = next(cls for cls in own_class.__mro__ if name in vars(cls)) if name.startswith("save") else object
         method = vars(holder).get(name)
         if isinstance(method, FunctionType) and holder.__module__.partition(".")[0] not in _KNOWN_PACKAGES:
             setattr(kind, name, _of_the_whole_model(name, method))
@@ -440,14 +440,14 @@ def num_parameters_of_whole(model: Any, only_trainable: bool, exclude_embeddings
         left_out = {f"{name}.weight" for name, child in model.named_modules() if isinstance(child, nn.Embedding)}
     if only_trainable:
         index = pipeline.place.tensor_parallel_rank
-        own = sum(
+        counted_here = sum(
             weight.parameter.numel()
             for weight in pipeline.held
             if weight.parameter.requires_grad
             and weight.name not in left_out
             and weight.counted_by(pipeline.rank, index)
         )
-        with pipeline.together(Call.COUNT, [own]) as facts_by_rank:
+        with pipeline.together(Call.COUNT, [counted_here]) as facts_by_rank:
             return sum(facts[0] for facts in facts_by_rank.values())
     with shown_whole(model):
         whole, packed = dict(model.named_parameters(remove_duplicate=False)), packed_weights(model)

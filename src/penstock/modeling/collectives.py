@@ -1,6 +1,6 @@
 """Collectives of the user's own in a forward or a criterion. Only the ranks of one stage run it, so that these would
-wait for ranks that never come. Where a forward is followed, torch's operators show them. Where it runs, it is the
-question whether this rank is in the group, which torch.distributed asks itself before it communicates."""
+wait for ranks that never come. Where a forward is followed, torch's operators show them. Where it runs, what shows
+them is the question whether this rank is in the group, which torch.distributed asks itself before it communicates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 # What asks it and does not communicate.
 _QUESTIONS = frozenset({"get_rank", "get_world_size", "get_backend", "get_backend_config", "_set_pg_timeout"})
 
-# Groups over which Penstock's own code communicates inside a forward.
+# The groups that Penstock has made: over these its own code communicates inside a forward, too.
 own_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
@@ -67,7 +67,7 @@ class RefusedCollectives:
 
     def _asked(self, group: dist.ProcessGroup | None) -> bool:
         caller = sys._getframe(1).f_code.co_name
-        ours = threading.get_ident() != self._thread or (group is not None and group in own_groups)
-        if not ours and caller not in _QUESTIONS:
+        allowed = threading.get_ident() != self._thread or (group is not None and group in own_groups)
+        if not allowed and caller not in _QUESTIONS:
             raise OwnCollective(caller, self._where())
         return self._original(group)

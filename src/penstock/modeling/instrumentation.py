@@ -61,7 +61,7 @@ class Record:
     tensor_parallel: WeightSharding | None = None
     shards: dict[str, torch.Tensor] = field(default_factory=dict)  # until `WeightSharding.apply` takes them
     engine: Any = None  # runs it; see `runtime.reforming.engine_of`
-    # What takes the calls of the model for now, the last one first; none: a call is a step or an evaluation.
+    # The last of these takes the calls of the model for now; without one a call is a step or an evaluation.
     call_targets: list[Callable[[dict[str, Any]], Any]] = field(default_factory=list)
     configuration: Any = None  # what `initialize()` was asked for
     # What gives its loss (a `graph.loss.Criterion`); None for the model's own.
@@ -109,8 +109,8 @@ class Absent:
 
     Attributes:
         kind: `"parameter"`, `"buffer"` (persistent) or `"temporary"` (a buffer that no checkpoint holds).
-        tensor: the `Parameter` itself; of a temporary buffer its values, on the CPU; of a persistent one a meta tensor;
-            None where the module has None under the name.
+        tensor: the `Parameter` itself, or an empty one in the place of a packed one; of a temporary buffer its values,
+            on the CPU; of a persistent one a meta tensor; None where the module has None under the name.
     """
 
     kind: str
@@ -161,16 +161,16 @@ _originals: dict[type, type] = {}
 
 
 class _Mixed(type):
-    """The metaclass of what `mix_in` makes. Python lets an object change to a class that adds nothing to the layout of
-    its own one, which it sees from the first base alone; so that is the object's class, and what is mixed in comes
-    before it in the order of resolution all the same."""
+    """The metaclass of what `mix_in` makes. Python lets an object change to a class that adds nothing to its layout,
+    and tells this by the first base alone. So the first base is the object's class, and `mro` puts what is mixed in
+    before it."""
 
     def mro(cls) -> list[type]:
         if vars(cls).get("_mixed") is None:
             return super().mro()  # somebody has derived from a class that was made here
-        own, mixin = cls.__bases__
-        before = [cls for cls in (_Unnoticed, *mixin.__mro__) if cls not in own.__mro__]
-        return [cls, *before, *own.__mro__]
+        base, mixin = cls.__bases__
+        before = [each for each in (_Unnoticed, *mixin.__mro__) if each not in base.__mro__]
+        return [cls, *before, *base.__mro__]
 
 
 class _Unnoticed:
@@ -181,15 +181,14 @@ class _Unnoticed:
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """Make `module` an instance of a subclass of `mixin` and of its own class. It has the name of that one for error
-    messages, repr and transformers' registries (which are keyed by str(class))."""
+    """Make `module` an instance of a subclass of `mixin` and of its own class. The subclass has the name of the
+    latter, for error messages, repr and transformers' registries (which are keyed by str(class))."""
     base: Any = type(module)
     if (base, mixin) not in _subclasses:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        own = type(base)
-        kind: Any = (
-            own if issubclass(own, _Mixed) else type(own.__name__, (_Mixed, own) if own is not type else (_Mixed,), {})
-        )
+        metaclass = type(base)
+        bases = (_Mixed, metaclass) if metaclass is not type else (_Mixed,)
+        kind: Any = metaclass if issubclass(metaclass, _Mixed) else type(metaclass.__name__, bases, {})
         made = kind(base.__name__, (base, mixin), {**names, "_mixed": mixin})
         _subclasses[base, mixin], _originals[made] = made, base
     object.__setattr__(module, "__class__", _subclasses[base, mixin])
@@ -300,7 +299,7 @@ class _InterceptedModule:
         return applied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles of an intercepted module are plain modules of the model's own class."""
+        """Copies and pickles of an intercepted module are plain modules, of the class that it had before."""
         state = {**self.__dict__, "_compiled_call_impl": None}  # which no copy can have, see torch's own
         return _new_module, (original_class(type(self)),), state
 

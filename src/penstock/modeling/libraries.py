@@ -36,7 +36,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model inside a PeftModel, adapters included; any other model itself."""
+    """The model inside a PeftModel, adapters included; any other model itself."""
     return model.get_base_model() if is_peft_model(model) else model
 
 

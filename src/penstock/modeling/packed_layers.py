@@ -1,7 +1,7 @@
 """Weights that a library keeps packed, in a few bits a number: linear layers, and stacks of experts.
 
-They are recognised by the package of a parameter's class, optimum's by their attribute `weight_qtype`, and marked: the
-core imports nothing of a library, and looks at `Record.packed` instead.
+They are recognised by the package of the class of a parameter, or of what unpacks it, optimum's by their attribute
+`weight_qtype`, and marked: the core imports nothing of a library, and looks at `Record.packed` instead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ METHODS = frozenset({"bitsandbytes", "bitsandbytes_experts", "quanto", "torchao"
 
 def mark_packed(model: Model) -> Model:
     """Mark the layers of a model that have packed weights. Returns the model. Raises NotImplementedError if what has
-    packed weights is not known here, or is to be trained; of a model that is here as a whole also as
-    `require_packed`."""
+    packed weights is not known here, or is to be trained; for a model that is here as a whole also what
+    `require_packed` raises."""
     if (method := quantization_method(model)) not in (None, *METHODS):
         raise NotImplementedError(
             f"this {type(model).__name__} is quantised by {method}, whose layers are not known here: use "
@@ -39,8 +39,8 @@ def mark_packed(model: Model) -> Model:
         if isinstance(module, ParametrizationList) and any(_library_of(child) in LIBRARIES for child in module):
             record_of(module).packed = PackedStack.of(module)
             continue
-        own = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
-        packed = [parameter for parameter in own if parameter is not None and _library_of(parameter) in LIBRARIES]
+        tensors = [*module._parameters.values(), *(absent.tensor for absent in absent_of(module).values())]
+        packed = [parameter for parameter in tensors if parameter is not None and _library_of(parameter) in LIBRARIES]
         if not packed and not hasattr(module, "weight_qtype"):  # optimum's layers pack their weights last
             continue
         inside, outside = getattr(module, "in_features", None), getattr(module, "out_features", None)
@@ -61,7 +61,7 @@ def mark_packed(model: Model) -> Model:
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Whether a layer was marked of what is here of a model."""
+    """Whether a layer was marked of those that this rank has of a model."""
     return any(known_of(module).packed is not None for module in model.modules())
 
 
@@ -86,16 +86,16 @@ def _are_loaded(modules: Iterable[nn.Module]) -> bool:
 
 
 def stacks_of(module: nn.Module) -> list[str]:
-    """The module's own parameters that are stacks of matrices, as those of experts are. The layers of torch that have
-    weights of three dimensions are convolutions and the like."""
+    """Names of the module's own parameters that are stacks of matrices, as those of experts are. The layers of torch
+    that have weights of three dimensions are convolutions and the like."""
     if type(module).__module__.startswith("torch."):
         return []
-    own = (
+    numbers = (
         (name, parameter)
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     )
-    return [name for name, parameter in own if parameter.dim() == 3 and parameter.shape[0] > 1]
+    return [name for name, parameter in numbers if parameter.dim() == 3 and parameter.shape[0] > 1]
 
 
 def quantization_method(model: Any) -> str | None:

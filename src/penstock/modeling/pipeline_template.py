@@ -42,8 +42,8 @@ class PipelineTemplate(StageTemplate):
         """The template of `num_stages` whose costliest stage costs least, by an estimate of the modules' costs.
 
         Raises:
-            ValueError: there are fewer modules than stages, or no stages. Those that belong in the first or in the
-                last stage count as one.
+            ValueError: there are fewer modules than stages, or no stages. Those that belong in the first stage count as
+                one, and so do those of the last.
             NotImplementedError: the model cannot be split.
         """
         model = base_of(model)

@@ -59,7 +59,7 @@ class Sharding:
 
 
 class ShardWriter(Protocol):
-    """Keeps this rank's shards of weights that are meta tensors, of what is written to them while they are made."""
+    """Keeps this rank's shards of what is written to weights, which are meta tensors, while they are made."""
 
     def watch(self, parameter: nn.Parameter, sharding: Sharding, value: torch.Tensor | None = None) -> None:
         """Keep a shard of `parameter`, with its whole `value`; None if it will be written."""
@@ -83,13 +83,13 @@ class ShardReader(Protocol):
         """Keeps the shards, also of what is initialised."""
 
     def keeping(self, ties: Mapping[str, str]) -> AbstractContextManager[None]:
-        """Inside, of what is read for a sharded weight the shard is kept. `ties`: each name's source."""
+        """Inside, only the shard is kept of what is read for a sharded weight. `ties`: each name's source."""
 
     def initialise_later(self, model: PreTrainedModel, names: Collection[str]) -> set[str]:
         """Prepare the sharded ones of `names`, which the checkpoint lacks, for their initialisation. Returns them."""
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """Make transformers tie two names only if the checkpoint has equal values under both."""
+        """Make transformers tie two names that are both in the checkpoint only if their values there are equal."""
 
     def finish(self, model: PreTrainedModel) -> None:
         """Leave the shards where `WeightSharding.apply` finds them."""
@@ -152,5 +152,5 @@ class WeightSharding(Protocol):
         model's own loss, a single mean, is trained on."""
 
 
-# Of a whole model, this rank's index among those that share its stages and their number, and what is tied.
+# Takes a whole model, this rank's index among those that share its stages, their number, and what is tied.
 MakeSharding = Callable[[nn.Module, int, int, Sequence[tuple[str, ...]]], WeightSharding]

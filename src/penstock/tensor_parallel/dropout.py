@@ -23,7 +23,7 @@ FEATURES = Sharding(-1)
 
 
 class ShardedDropout(TorchFunctionMode):
-    """While active, dropout inside a tensor-parallel region is that of the unsplit model."""
+    """While active, dropout in a tensor-parallel region is that of the unsplit model; in attention only on a CPU."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()

@@ -141,7 +141,7 @@ class ShardLoading:
 
     @contextlib.contextmanager
     def keeping(self, ties: Mapping[str, str]) -> Iterator[None]:
-        """Inside, of what transformers has read for a sharded weight the shard is kept. `ties`: each name's source."""
+        """Inside, only the shard is kept of what is read for a sharded weight. `ties`: each name's source."""
         original = core_model_loading.set_param_for_module
         tied = {*ties, *ties.values()}
 
@@ -171,7 +171,7 @@ class ShardLoading:
         return chosen
 
     def find_ties(self, model: PreTrainedModel, missing: set[str]) -> None:
-        """Make transformers tie two names only if the checkpoint has equal values under both.
+        """Make transformers tie two names that are both in the checkpoint only if their values there are equal.
 
         It compares values where it finds some, but here are shards, which may be alike when the whole weights are not.
         """

@@ -1,6 +1,6 @@
-"""The language-model loss on logits that are sharded by vocabulary: no rank ever has them whole.
+"""The language-model loss on logits that are sharded by vocabulary: no rank needs them whole.
 
-Vocabulary-parallel cross entropy: Shoeybi et al., "Megatron-LM", 2019, section 3. Exchanged are two numbers per token
+Vocabulary-parallel cross entropy: Shoeybi et al., "Megatron-LM", 2019, section 3. Exchanged are three numbers per token
 instead of one per token and vocabulary entry.
 """
 
@@ -82,8 +82,8 @@ def sharded_cross_entropy(
 
     Args:
         logits: shape [tokens, vocabulary / ranks]. targets: shape [tokens], entries of the whole vocabulary.
-        weight, ignore_index, reduction, label_smoothing: as for torch's function; with the first or the last, the
-            logits are gathered.
+        weight, ignore_index, reduction, label_smoothing: as for torch's function; with the first or the last, or
+            without a reduction, the logits are gathered.
     """
     if weight is not None or label_smoothing or reduction not in ("mean", "sum") or targets.is_floating_point():
         whole = region.gather(logits)

@@ -1,6 +1,6 @@
 """Tensor-parallel plans: for each layer how its weights are sharded. Data, one entry per family.
 
-transformers' own plans are used where it has them; the names of the styles are its.
+Of other families transformers' own plans are used; the names of the styles are its.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.tensor_parallel.layers import COLUMN, EXPERTS, GATHERED, ROW, ROW_
 
 
 class Style(NamedTuple):
-    """The ways in which a plan may shard a layer."""
+    """A way in which a plan may shard a layer."""
 
     # How its weight is sharded: by `"out"` or `"in"` features, by `"rows"` or `"columns"` of a table, or not (`""`);
     # `"part"`: it is whole, but used on shards, so that each rank has a part of its gradient.

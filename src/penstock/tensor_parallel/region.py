@@ -137,12 +137,12 @@ class Region:
         return made
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the last dimension of a whole activation that was entered."""
+        """This rank's shard of the last dimension of a whole activation; a meta tensor stays whole."""
         width = whole.shape[-1] // self.size
         return whole if whole.is_meta else whole.narrow(-1, self.index * width, width)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `partial`, a tensor that nothing else refers to."""
+        """The sum of all ranks' `partial`."""
         if partial.is_meta:
             return partial
         whole: torch.Tensor = _LeaveRegion.apply(self.ready, partial)  # type: ignore[no-untyped-call]  # torch's has no types

@@ -35,8 +35,8 @@ class ChunkedLogits(torch.Tensor):
     def of(cls, head: nn.Module, call: Callable[..., Any], hidden: torch.Tensor, tokens: int) -> ChunkedLogits:
         """What `call(hidden)`, which calls the module `head`, would return, of which `tokens` are made at once."""
         with torch.no_grad():
-            one = call(hidden.detach().flatten(0, -2)[:1])
-        logits = torch.zeros((), dtype=one.dtype, device=one.device).expand(*hidden.shape[:-1], one.shape[-1])
+            first = call(hidden.detach().flatten(0, -2)[:1])
+        logits = torch.zeros((), dtype=first.dtype, device=first.device).expand(*hidden.shape[:-1], first.shape[-1])
         return cls._with(logits, hidden, (head, call), tokens, ())
 
     @classmethod

@@ -26,7 +26,8 @@ from penstock.modeling.libraries import configuration_of
 # Sequence length at which costs are compared; attention weighs more in longer sequences, alike in all blocks.
 TOKENS = 128
 
-# What reading or writing one element costs, in multiply-adds. Keeps units without matrix products from being free.
+# What reading or writing one element costs, in operations, of which a multiply-add is two. Keeps units without matrix
+# products from being free.
 FLOPS_PER_ELEMENT = 8.0
 
 # The loss reads the logits about this often (upcast, log-softmax, its gradient).
@@ -85,7 +86,7 @@ def _relative(costs: Sequence[float]) -> list[float]:
 def _counted(
     model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]
 ) -> dict[str, float]:
-    """What one forward on `arguments` costs in each unit, in multiply-adds."""
+    """What one forward on `arguments` costs in each unit, in operations."""
     with mock.patch.object(functions, "meter", _Meter):
         traced = trace_units(model, functions, arguments)
     costs = dict.fromkeys(functions.units, 0.0)

@@ -15,7 +15,7 @@ from penstock.modeling.graph.trace import Trace
 
 @dataclass(frozen=True)
 class BoundaryValue:
-    """One value that crosses a boundary, for the shown inputs."""
+    """One value that crosses a boundary, for the inputs of the trace."""
 
     origin: str
     shape: tuple[int, ...]

@@ -83,12 +83,11 @@ class DataFlow(TorchDispatchMode):
     Attributes:
         paused: operations are not followed (a unit's shape function, say).
         observer: sees what this mode does not, and pauses with it.
-        controls: for every time a marked value decided what Python does next, what `position()` returned then, and the
-            value's sources.
+        controls: for every time a unit's value or a random number decided what Python does next, what `position()`
+            returned then, and the value's sources.
         asks_inputs: whether values of the arguments alone were asked for.
-        asks_known: whether it asks for values of the inputs alone, or for values that depend on nothing, such as
-            positions counted from 0.
-        written, written_inputs: values, after their unit returned them, and arguments that were changed in place.
+        asks_known: whether these were, or values that depend on nothing, such as positions counted from 0.
+        written, written_inputs: values changed in place after their unit returned them, and arguments changed in place.
         record: the operations on what depends on the arguments.
     """
 
@@ -138,7 +137,7 @@ class DataFlow(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, lambda t: self.stand_in(TensorSpec.shape_of(t), device), shapes)
 
     def sources(self, tree: Any) -> Sources:
-        """What the tensors in `tree` were computed from; looks one level into objects of unknown classes."""
+        """What the tensors in `tree` were computed from; looks two levels into objects of unknown classes."""
         sources: set[Source] = set()
         for tensor in _tensors(tree):
             sources |= self._marks.get(storage_of(tensor)._cdata, NOTHING)
@@ -253,7 +252,7 @@ _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 class ReadObserver(TorchFunctionMode):
     """Sees what the dispatcher does not: data read by Python on the CPU, and calls of the functions in `observers`,
-    `{function: observe(args, kwargs, result)}`, called after the function."""
+    `{function: observe(function, args, kwargs, result)}`, called after the function."""
 
     def __init__(self, flow: DataFlow, observers: dict[Callable[..., Any], Callable[..., None]]) -> None:
         super().__init__()

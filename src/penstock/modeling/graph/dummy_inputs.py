@@ -18,7 +18,7 @@ from penstock.nested import map_tensors
 BATCH = 2
 TOKENS = 8
 CHOICES = 2
-# Between a question, and the text it is about, and at its end.
+# Separators between a question and the text that it is about, and at the text's end.
 SEPARATORS = 3
 # No longer sequence is tried.
 MOST_TOKENS = 4096
@@ -130,7 +130,7 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The type of a model's first parameters that are no integers."""
+    """The type of a model's first floating-point parameter; torch.float32 if it has none."""
     return next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
 
 

@@ -54,7 +54,7 @@ class Forwards:
     """Trace a model's forwards, once for each kind of inputs. Its units are intercepted from `install` on.
 
     The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model is
-    in training mode; not the contents of tensors, nor their shapes, unless the number of a unit's calls depends on how
+    in training mode; not the contents of tensors, nor their sizes, unless the number of a unit's calls depends on how
     many samples, or images, there are.
 
     Attributes:
@@ -143,7 +143,7 @@ class Forwards:
         return unpadded and classifies and _sizes(inputs)[:1] == (1,)
 
     def _is_padded_on(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the length is no multiple of an attention's window, up to which LED calls its embedding once more."""
+        """Whether the length is no multiple of an attention's window: LED then calls its embedding once more."""
         windows = getattr(configuration_of(self.model), "attention_window", None) or 1
         window = windows if isinstance(windows, int) else max(windows)
         tokens = inputs.get("input_ids")

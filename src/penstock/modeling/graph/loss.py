@@ -34,7 +34,7 @@ NUM_ITEMS = "num_items_in_batch"
 
 
 class CriterionError(ValueError):
-    """The caller's criterion failed, or returned no loss."""
+    """The caller's criterion failed, or the loss is none, or none that stages and microbatches can compute."""
 
 
 class LoopError(RuntimeError):
@@ -95,7 +95,7 @@ class LossTerm:
     """One mean that enters the loss.
 
     Its `kind` is `"tokens"` (valid elements of an input), `"positions"` (elements that point into the sequence),
-    `"samples"`, or `"sum"` (no mean: the caller has given the divisor, `num_items_in_batch`).
+    `"samples"`, or `"sum"` (no mean: what microbatches give adds up).
     """
 
     kind: str
@@ -142,10 +142,10 @@ class LossRule:
 
     Attributes:
         terms: the means that enter the loss; nearly always one.
-        rest: by what all else in the loss is weighted (a router's balance loss); None: as the first mean.
+        rest: by what all else in the loss is weighted (a router's balance loss); None: by the largest share of `terms`.
         exact: False if the loss is, as far as can be seen, no mean or sum over tokens or samples (contrastive losses, a
-            mean over what values select): microbatches are then weighted by samples, which equals the unsplit model
-            accumulating over the same microbatches, but not the loss of the whole batch at once.
+            mean over what values select): microbatches are then weighted by the means in it, by samples without any,
+            which equals the unsplit model accumulating over them, but not the loss of the whole batch at once.
         fields: other fields of the output that hold one of these means by itself, weighted as the loss is.
     """
 
@@ -175,7 +175,7 @@ class LossRule:
         return tuple(shares)
 
     def weighing(self, shares: Sequence[float]) -> AbstractContextManager[Any]:
-        """While open, the several means of a loss are weighted against each other. Does nothing for a single mean."""
+        """While open, the means of a loss are weighted against each other, and weights of classes are checked."""
         if self.rest is None and len(self.terms) == 1 and self.terms[0].weights is None:
             return _NOTHING
         weighted = {call: term.weights for term in self.terms if term.weights is not None for call in term.calls}
@@ -264,7 +264,7 @@ class _LossWeights(TorchFunctionMode):
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in an output: its `loss`, a scalar that leads a tuple or is alone in it, or the output, if a scalar."""
+    """The loss in an output: its `loss`, a scalar that leads a tuple or is its only one, or the output, if scalar."""
     if isinstance(output, (dict, Mapping)):  # first what is quickly told
         loss = output.get("loss")
     elif isinstance(output, torch.Tensor):

@@ -113,8 +113,8 @@ class LossTrace:
         """
         parts = self._flow.record.calls_alone(loss)
         if parts is None:
-            twice = [again(times) for times in (2, 4)]
-            pairs = [pair for pair in twice if pair is not None]
+            larger = [again(times) for times in (2, 4)]
+            pairs = [pair for pair in larger if pair is not None]
             if len(pairs) == 2:
                 # Whatever tensors the code works on: the loss of what cannot be compared is not known.
                 with suppress(NotImplementedError, RuntimeError, TypeError):

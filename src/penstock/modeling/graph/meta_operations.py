@@ -63,12 +63,12 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 @cache
 def _traits(func: Any) -> frozenset[str]:
     """What there is to look at in an operation; nothing in nearly all."""
-    found = {each.name for each in func._schema.arguments} & {"dropout_p", "scale_grad_by_freq"}
+    traits = {each.name for each in func._schema.arguments} & {"dropout_p", "scale_grad_by_freq"}
     if torch.Tag.nondeterministic_seeded in func.tags:
-        found.add("draws")
+        traits.add("draws")
     if func.namespace != "aten":
-        found.add("foreign")
-    return frozenset(found)
+        traits.add("foreign")
+    return frozenset(traits)
 
 
 def _given(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -109,11 +109,11 @@ class RememberedOperations(TorchDispatchMode):
         if key in _remembered:
             return _made(_remembered[key])
         output = func(*args, **kwargs)
-        found = None if key is None else _description(output)
-        if found is not None:
+        description = None if key is None else _description(output)
+        if description is not None:
             if len(_remembered) >= MAX_REMEMBERED:
                 _remembered.clear()
-            _remembered[key] = found
+            _remembered[key] = description
         return output
 
 

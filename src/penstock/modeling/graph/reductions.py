@@ -41,13 +41,13 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "matmul"})
 _BY_SAMPLES = frozenset({"embedding", "_ctc_loss", "log_sigmoid_forward"})
 # Their mean is over the elements that are not ignored, and weighted.
 _CLASS_LOSSES = frozenset({"nll_loss_forward", "nll_loss2d_forward", "nll_loss", "nll_loss2d", "cross_entropy_loss"})
-# Constants of more elements are not compared.
+# Constants of one shape with more elements are taken to be equal.
 _MOST_COMPARED = 1 << 16
 
 
 class LossPart(NamedTuple):
-    """What a loss is a sum of: the result of a loss function, by its number, or what else there is (None), and with
-    which power of the number of samples it grows: 0 for means, 1 for sums. None: it is neither."""
+    """A part of the sum that a loss is: the result of loss function number `call`, or what else there is (None). It
+    grows with this `power` of the number of samples: 0 for means, 1 for sums, None for neither."""
 
     call: int | None
     power: int | None
@@ -65,7 +65,7 @@ class Constant(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Has the samples along a dimension, each element made of one sample; `chosen`: of so many as values decide."""
+    """Has the samples along a dimension, each element made of one sample; `chosen`: of as many as values decide."""
 
     dim: int
     power: int = 0
@@ -168,16 +168,16 @@ class OperationRecord:
 
     def find(self, tensor: torch.Tensor) -> TensorRef | None:
         """The step that made a tensor; None if it is a constant."""
-        found = self._as_argument(tensor)
-        return found if isinstance(found, TensorRef) else None
+        ref = self._as_argument(tensor)
+        return ref if isinstance(ref, TensorRef) else None
 
     def _put(self, tensor: torch.Tensor, step: Step) -> None:
         self.steps.append(step)
         self._at.setdefault(storage_of(tensor)._cdata, {})[_geometry(tensor)] = len(self.steps) - 1
 
     def _as_argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-        here = self._at.get(storage_of(tensor)._cdata)
-        return tensor if here is None else TensorRef(here.get(_geometry(tensor)), tensor.shape)
+        steps = self._at.get(storage_of(tensor)._cdata)
+        return tensor if steps is None else TensorRef(steps.get(_geometry(tensor)), tensor.shape)
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
         """Whether a tensor has nothing but values of inputs, and constants. `labels` may decide which only by being
@@ -201,14 +201,14 @@ class OperationRecord:
         )
 
     def _asks_values(self, ref: TensorRef, labels: Collection[str]) -> bool:
-        """Whether a mask depends on more of labels than whether they are negative."""
+        """Whether a mask depends on more of labels than how they compare with a number of zero or less."""
         if ref.step is None:
             return True
         step = self.steps[ref.step]
         if step.func is None:
             return step.given in labels
-        negative = [leaf for leaf in step.leaves if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 0]
-        if step.name in ("ge", "gt", "lt", "le", "eq", "ne") and negative:
+        bounds = [leaf for leaf in step.leaves if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 0]
+        if step.name in ("ge", "gt", "lt", "le", "eq", "ne") and bounds:
             return False
         return any(self._asks_values(each, labels) for each in step.refs())
 
@@ -252,17 +252,17 @@ class OperationRecord:
     def used_calls(self, tensor: torch.Tensor) -> LossParts:
         """The results of loss functions from which a tensor was made, whatever was done with them."""
         ref = self.find(tensor)
-        found, todo = set(), [] if ref is None or ref.step is None else [ref.step]
+        parts, todo = set(), [] if ref is None or ref.step is None else [ref.step]
         seen = set(todo)
         while todo:
             step = self.steps[todo.pop()]
             if step.call is not None:
-                found.add(LossPart(step.call, int(step.is_sum)))
+                parts.add(LossPart(step.call, int(step.is_sum)))
                 continue
             before = {each.step for each in step.refs() if each.step is not None} - seen
             seen |= before
             todo += before
-        return frozenset(found)
+        return frozenset(parts)
 
     def _is_number(self, index: int) -> bool:
         step = self.steps[index]
@@ -270,18 +270,18 @@ class OperationRecord:
         return step.number or (bool(refs) and all(ref.step is not None and self._is_number(ref.step) for ref in refs))
 
     def reaching(self, begins: Callable[[Step], bool]) -> set[int]:
-        """The steps that are made from such."""
-        found: set[int] = set()
+        """The steps of which `begins` is true, and those that are made from them."""
+        reached: set[int] = set()
         for index, step in enumerate(self.steps):
-            if begins(step) or any(ref.step in found for ref in step.refs()):
-                found.add(index)
-        return found
+            if begins(step) or any(ref.step in reached for ref in step.refs()):
+                reached.add(index)
+        return reached
 
 
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of one shape have the same values; torch compares none that are sparse."""
-    one, two = (each if each.layout is torch.strided else each.to_dense() for each in (one, two))
-    return torch.equal(one, two)
+    first, second = (each if each.layout is torch.strided else each.to_dense() for each in (first, second))
+    return torch.equal(first, second)
 
 
 def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor]) -> LossParts | None:
@@ -300,16 +300,16 @@ def parts_of(records: Sequence[OperationRecord], losses: Sequence[torch.Tensor])
     def at(index: int | None) -> State:
         return frozenset({MIXED}) if index is None else states[index]
 
-    found = next(at(ref.step) for ref in refs if ref is not None)
-    if isinstance(found, Constant):
+    state = next(at(ref.step) for ref in refs if ref is not None)
+    if isinstance(state, Constant):
         return frozenset({LossPart(None, 0)})
-    if isinstance(found, Rows):  # a loss of a single sample
+    if isinstance(state, Rows):  # a loss of a single sample
         return frozenset({MIXED})
     # A loss that decides what Python does is no sum of its parts, whatever is made of it then.
     computed = one.reaching(lambda step: step.of_unit or step.call is not None)
     asked = [at(index) for index in one.asked if index is None or index in computed]
-    decides = any(not isinstance(state, Constant | Rows) and state - {MIXED} for state in asked)
-    return found | {MIXED} if decides else found
+    decides = any(not isinstance(each, Constant | Rows) and each - {MIXED} for each in asked)
+    return state | {MIXED} if decides else state
 
 
 class _Pair:
@@ -341,8 +341,8 @@ class _Pair:
         live = [state for _, state in tensors if not isinstance(state, Constant)]
         parts = frozenset[LossPart]().union(*(state for state in live if isinstance(state, frozenset)))
         if any(isinstance(state, frozenset) for state in live):
-            several = any(isinstance(state, Rows) for state in live)
-            return (None if several else self._of_parts(parts, tensors)) or parts | {MIXED}
+            has_rows = any(isinstance(state, Rows) for state in live)
+            return (None if has_rows else self._of_parts(parts, tensors)) or parts | {MIXED}
         if not live:
             number = any(isinstance(state, Constant) and state.number for _, state in tensors)
             same = self._numbers_ratio() == 1 or one.func.is_view
@@ -370,12 +370,12 @@ class _Pair:
             return frozenset({MIXED})
         if one.shape == two.shape:
             small = one.numel() <= _MOST_COMPARED and not one.is_meta
-            # A number may hold the number of samples; see `_ratio`.
+            # A number may hold the number of samples; see `_numbers_ratio`.
             return Constant() if one.dim() == 0 or not small or _equal(one, two) else frozenset({MIXED})
         varying = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b]
         if len(varying) == 1 and one.dim() == two.dim() and not one.is_meta:
-            again = torch.cat([one, one], varying[0])
-            if again.shape == two.shape and _equal(again, two):
+            doubled = torch.cat([one, one], varying[0])
+            if doubled.shape == two.shape and _equal(doubled, two):
                 return Rows(varying[0])
             if self._one.name == "index" and _is_range(one) and _is_range(two):
                 return Rows(0)
@@ -476,15 +476,15 @@ class _Pair:
             return False
         ndim = len(rows[0][0].shape)
         along = {each % ndim for each in (dims if isinstance(dims, list | tuple) else [dims])}
-        own = arguments.get("self")
-        if name in ("gather", "index_select") and not any(leaf is own for leaf, _ in rows):
+        source = arguments.get("self")
+        if name in ("gather", "index_select") and not any(leaf is source for leaf, _ in rows):
             return True  # entries of a constant, chosen by what each sample says
         return all(
             state.dim not in along and leaf.shape[state.dim] == size and len(leaf.shape) == ndim for leaf, state in rows
         )
 
     def _moves(self, leaf: Any, state: Rows, size: int) -> bool:
-        """Whether all samples are where they were, or are taken apart, or together with what they consist of."""
+        """Whether all samples are where they were, or each is taken apart into rows, or put together from rows."""
         before, numel = leaf.shape[state.dim], leaf.shape.numel()
         if before == size:
             return True
@@ -493,14 +493,14 @@ class _Pair:
 
     def _indexes_samples(self, rows: Sequence[tuple[Any, Rows]], dim: int) -> bool:
         """Of `x[indices]`: entries of a constant, or for each sample some of its own."""
-        own, indices = self._one.arguments["self"], self._one.arguments["indices"]
-        state = next((state for leaf, state in rows if leaf is own), None)
+        source, indices = self._one.arguments["self"], self._one.arguments["indices"]
+        state = next((state for leaf, state in rows if leaf is source), None)
         if state is None:
             return not any(isinstance(index, torch.Tensor) and _is_range(index) for index in indices)
-        here = indices[state.dim] if state.dim < len(indices) else None
-        if here is None:
-            return all(leaf is own for leaf, _ in rows) and own.shape[state.dim] == self._one.shape[dim]
-        return isinstance(here, torch.Tensor) and _is_range(here) and len(here) == own.shape[state.dim]
+        samples = indices[state.dim] if state.dim < len(indices) else None
+        if samples is None:
+            return all(leaf is source for leaf, _ in rows) and source.shape[state.dim] == self._one.shape[dim]
+        return isinstance(samples, torch.Tensor) and _is_range(samples) and len(samples) == source.shape[state.dim]
 
     def _power_of_rows(self, tensors: Sequence[tuple[Any, State]], power: int) -> int | None:
         """With which power of the number of samples the elements grow; None if in no such way."""

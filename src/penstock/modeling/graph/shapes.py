@@ -65,7 +65,8 @@ class OutputShape:
     captured: tuple[tuple[str, int | None], ...] = ()
     cache: CacheGrowth | None = None  # what the call does to a cache among its arguments
     written: tuple[int, ...] = ()  # indices of the argument leaves that the call changes in place
-    assumed: bool = False  # a part was taken for shape-preserving: the unit's owner must check the real shapes
+    # Values were assumed, or a part was taken for shape-preserving: the unit's owner must check the real shapes.
+    assumed: bool = False
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
     stored: tuple[StoredEntry, ...] = ()  # entries that the call makes in mappings among its arguments
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
@@ -171,22 +172,22 @@ class ShapeFunctions:
         remembered = self._remembered.get(key) if lasting else None
         if remembered is not None:
             return remembered
-        # What another unit that is alike has returned, if neither asks where it stands, nor for anything else.
+        # What another unit that is alike has returned, if its code asks neither where it stands nor for values.
         plain = not collected and all(isinstance(leaf, _SHARED) for leaf in leaves)
         shared = (self._kind_of(name), str(spec), *key[1:]) if plain else None
         if shared is not None and shared in self._remembered:
             return self._remembered[shared]
         read_values, num_reads = name in self._reads_values, _IndexedModule.num_reads
-        found = self._run(name, leaves, spec, known)
+        shape = self._run(name, leaves, spec, known)
         if read_values != (name in self._reads_values):
-            return found  # the key did not tell the values yet
+            return shape  # the key did not tell the values yet
         if lasting:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
-            self._remembered[key] = found
+            self._remembered[key] = shape
             if shared is not None and num_reads == _IndexedModule.num_reads and not read_values:
-                self._remembered[shared] = found
-        return found
+                self._remembered[shared] = shape
+        return shape
 
     def _kind_of(self, name: str) -> int:
         """The same for units that differ in no more than their weights' values and their `layer_idx`."""
@@ -211,7 +212,7 @@ class ShapeFunctions:
                 if len(failures) == 3 and len({str(error) for _, error in failures}) == 1:
                     continue  # neither the mode nor the values alone change what it fails with
                 try:
-                    found = self._attempt(name, leaves, spec, False, values, training=training)
+                    shape = self._attempt(name, leaves, spec, False, values, training=training)
                 except _REFUSALS:
                     raise
                 except Exception as error:
@@ -219,13 +220,13 @@ class ShapeFunctions:
                     continue
                 if values:
                     self._reads_values.add(name)
-                return found
+                return shape
         failure = next(error for values, error in reversed(failures) if not values)
         first_line = str(failure).strip().partition("\n")[0]
         self.guessed.setdefault(name, f"{type(failure).__name__}: {first_line}")
         # Costs are those of the parts that run, and of the parameters of those that cannot.
-        shape = None if self.meter is not None else self._if_any_value_does(name, leaves, spec, str(failure))
-        return self._assuming(name, leaves, spec, failure) if shape is None else shape
+        alike = None if self.meter is not None else self._if_any_value_does(name, leaves, spec, str(failure))
+        return self._assuming(name, leaves, spec, failure) if alike is None else alike
 
     def _trains(self, name: str) -> bool:
         """Whether something in a unit is in training mode. Costs are compared in evaluation mode."""
@@ -249,14 +250,14 @@ class ShapeFunctions:
     ) -> OutputShape | None:
         """The shape of what a unit returns whose code asks for values, if it is the same whatever they are; else None.
         `before` is what the unit failed with where no value was given."""
-        found = []
+        shapes = []
         for yes in (False, True):
             try:
-                found.append(self._attempt(name, leaves, spec, True, assumed_values=AssumedValues(yes)))
+                shapes.append(self._attempt(name, leaves, spec, True, assumed_values=AssumedValues(yes)))
             except Exception as error:
                 if str(error) == before:  # it does not fail for want of a value
                     return None
-        return found[0] if found and found[0] == found[-1] else None
+        return shapes[0] if shapes and shapes[0] == shapes[-1] else None
 
     def _assuming(self, name: str, leaves: list[Any], spec: pytree.TreeSpec, error: Exception) -> OutputShape:
         """The shape of what a unit returns if modules that cannot run keep their input's shape: those inside it, which
@@ -270,11 +271,11 @@ class ShapeFunctions:
                 break
             try:
                 with _keeping_shapes(modules, first.shape[-1:], in_tuple) as kept:
-                    found = self._attempt(name, leaves, spec, True)
+                    shape = self._attempt(name, leaves, spec, True)
             except Exception as failure:
                 error = failure
             else:
-                return replace(found, kept=sum(p.numel() for p in {p for module in kept for p in module.parameters()}))
+                return replace(shape, kept=sum(p.numel() for p in {p for module in kept for p in module.parameters()}))
         reason = f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
         raise NotImplementedError(reason) from error
 
@@ -323,8 +324,8 @@ class ShapeFunctions:
                 self.meter() if self.meter else nullcontext() as counted,
             ):
                 output = self._copies[name](*args, **kwargs)
-        left = flatten((args, kwargs))[0]
-        if len(left) != len(meta_leaves) or any(one is not other for one, other in zip(left, meta_leaves, strict=True)):
+        after = flatten((args, kwargs))[0]
+        if len(after) != len(meta_leaves) or any(a is not b for a, b in zip(after, meta_leaves, strict=True)):
             raise ChangesArgument(
                 f"the unit {name} puts other values into a container that it is given, where other stages would not "
                 "see them: let it return them"

@@ -106,7 +106,8 @@ class Trace(ForwardFacts):
     """What a forward does with its units.
 
     Attributes:
-        controls: for each value that decided what Python did next, the number of calls made before, and its sources.
+        controls: for each unit's value or random number that decided what Python did next, the number of calls made
+            before, and its sources.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors.
     """
@@ -216,7 +217,7 @@ def _follow(
     head: str | None,
     inputs: Mapping[str, Any],
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
-    """One forward, followed: what was noted of it, which random numbers it draws, its output and its loss."""
+    """One forward, followed: what was noted of it and of its losses, from what it draws, its output and its loss."""
     homes = names_in_units(model, functions.units)
     with (
         torch.inference_mode(False),
@@ -382,7 +383,7 @@ def _assumed(functions: ShapeFunctions) -> str:
 
 
 def _plain_values(leaves: Sequence[Any], flow: DataFlow) -> tuple[int, ...]:
-    """The leaves that are short tensors of integers which come from the inputs alone: sizes of images, say."""
+    """Indices of the leaves that are short tensors of integers and come from the inputs alone: sizes of images, say."""
     return tuple(
         index
         for index, leaf in enumerate(leaves)

@@ -183,7 +183,7 @@ def trace_units(
 
 
 class _Candidates:
-    """Looks for units in a model: entries of module lists, and modules with parameters beside them, as defined."""
+    """Looks for units in a model, in its order: entries of module lists, and modules with parameters beside them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: list[str] = []
@@ -294,8 +294,9 @@ def _apart(model: nn.Module, units: list[str]) -> list[str]:
 
 def _divided(model: nn.Module, units: list[str], tensor: str, inner_calls: Mapping[str, set[str]]) -> list[str]:
     """The units with one of them divided: the model's code used its `tensor` without calling it. If the code called a
-    module inside this unit, the unit's parts become units. Otherwise the code read the tensor itself, which then must
-    be outside of units, on every stage; small as a rule: a buffer of positions beside an embedding."""
+    module inside this unit that has the tensor, the unit's parts become units. Otherwise the code read the tensor
+    itself, which then must be outside of units, on every stage; small as a rule: a buffer of positions beside an
+    embedding."""
     kept = []
     for unit in units:
         if not tensor.startswith(f"{unit}."):

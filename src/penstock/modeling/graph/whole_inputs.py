@@ -80,7 +80,7 @@ class _OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if given := _shapes((args, kwargs)):  # others make a tensor of nothing, for the following too
+        if given := _shapes((args, kwargs)):  # others make a tensor out of none; those that take it show its shape
             self.operations.append((func.overloadpacket.__name__, given, _shapes(output)))
         return output
 

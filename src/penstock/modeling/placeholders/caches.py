@@ -42,9 +42,9 @@ class CacheGrowth:
             states = []
             for name in ("keys", "values"):
                 # An existing entry keeps its width: while planning, a copy of the owner's own layer may be lengthened.
-                own: Any = getattr(layer, name, None)
-                heads, width = (own.shape[1], own.shape[3]) if _is_wide(own) else (1, 1)
-                dtype = own.dtype if isinstance(own, torch.Tensor) else like.dtype
+                cached: Any = getattr(layer, name, None)
+                heads, width = (cached.shape[1], cached.shape[3]) if _is_wide(cached) else (1, 1)
+                dtype = cached.dtype if isinstance(cached, torch.Tensor) else like.dtype
                 states.append(torch.zeros((batch, heads, tokens, width), dtype=dtype, device=place))
             part.update(*states, index)
         for index in self.indexed:
@@ -73,7 +73,7 @@ class CacheUse:
         return CacheGrowth(tuple(self.lengthened), tuple(self.states), tuple(self.indexed), samples, per_token)
 
     def _place_of_samples(self, first: torch.Tensor) -> tuple[int, int]:
-        """Where in the first tensor the samples and tokens are of which keys were given: `samples, per_token`. Mostly
+        """Where in the first tensor the samples and tokens are whose keys were given: `samples, per_token`. Mostly
         in front, but there may be several streams of hidden states, before them or for each token."""
         if not self.given:
             return 0, 1
@@ -111,10 +111,10 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
         self.use.lengthened.append(layer_idx)
         self.use.given[:] = key_states.shape[0], key_states.shape[2]
         layer = self.layers[layer_idx]
-        for name, own in _keys_and_values(layer).items():
+        for name, cached in _keys_and_values(layer).items():
             # Where another stage owns the layer, it has one head and one dimension.
             like = value_states if "value" in name else key_states
-            setattr(layer, name, own.new_empty((*like.shape[:2], own.shape[2], like.shape[3])))
+            setattr(layer, name, cached.new_empty((*like.shape[:2], cached.shape[2], like.shape[3])))
         if hasattr(layer, "device"):
             layer.device = torch.device("meta")
         result: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
@@ -125,9 +125,9 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
             return indexer_key_states
         self.use.indexed.append(layer_idx)
         layer = self.layers[layer_idx]
-        own = layer.indexer_keys
-        if own is not None and own.dim() == 3:
-            layer.indexer_keys = own.new_empty((*own.shape[:2], indexer_key_states.shape[2]))
+        cached = layer.indexer_keys
+        if cached is not None and cached.dim() == 3:
+            layer.indexer_keys = cached.new_empty((*cached.shape[:2], indexer_key_states.shape[2]))
         keys: torch.Tensor = layer.update_indexer(indexer_key_states)
         return keys
 
@@ -155,7 +155,7 @@ class ShapeCache(Cache):  # type: ignore[misc]  # a library without types
         return state
 
     def _state_layer(self, layer_idx: int) -> Any:
-        """A layer's state on the meta device. Raises IndexError if it has begun, but not in an earlier call."""
+        """A layer's state on the meta device. Raises IndexError if it has begun, but in no call that was seen here."""
         states = self.use.states
         if layer_idx not in states:
             layer = self.real.layers[layer_idx]
@@ -261,13 +261,13 @@ def layer_placeholder(layer: Any) -> Any:
 
 def _keys_and_values(layer: Any) -> dict[str, torch.Tensor]:
     """The tensors of a layer that hold keys or values, by name: `keys`, `values`, and others of as many dimensions."""
-    found = {}
+    tensors = {}
     for name, tensor in vars(layer).items():
         main = vars(layer).get("values" if "value" in name else "keys")
         alike = tensor.shape[1::2] == main.shape[1::2] if _is_wide(tensor) and _is_wide(main) else True
         if _is_wide(tensor) and alike and ("key" in name or "value" in name):
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def _is_wide(value: Any) -> bool:

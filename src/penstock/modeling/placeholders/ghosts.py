@@ -23,8 +23,8 @@ from penstock.modeling.instrumentation import Absent, OnAnotherStage, absent_of,
 
 def strip(module: nn.Module, kept_modules: Collection[nn.Module] = ()) -> None:
     """Turn `module` and everything below it into a ghost, in place, but for `kept_modules`, which are also parts of
-    others; `restore` is the way back. The parameters are left alone: whoever still holds one (an optimizer, a tied
-    holder) keeps it whole."""
+    others; `restore` is the way back. Parameters that are not packed are left alone: whoever still holds one (an
+    optimizer, a tied holder) keeps it whole."""
     for child in module.modules():
         if child in kept_modules:
             continue
@@ -34,8 +34,8 @@ def strip(module: nn.Module, kept_modules: Collection[nn.Module] = ()) -> None:
             for name, tensor in list(registry.items()):
                 temporary = kind == "buffer" and name in child._non_persistent_buffers_set
                 del registry[name]
-                # Straight into __dict__: nn.Module.__setattr__ would register a buffer again, and a later assignment
-                # of a Parameter under this name still registers it and removes this entry.
+                # Straight into __dict__, whatever __setattr__ a class has. A later assignment of a Parameter under this
+                # name still registers it and removes this entry.
                 placeholder = child.__dict__[name] = None if tensor is None else tensor.detach().to("meta")
                 kept = tensor if kind == "parameter" else placeholder
                 if record.packed is not None and isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter:
@@ -80,7 +80,7 @@ def restore(module: nn.Module, device: torch.device) -> Iterator[tuple[str, torc
 
 
 def absent_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """What parameters `strip` took out of `module` and the modules below it, with their names relative to it."""
+    """The parameters that `strip` took out of `module` and the modules below it, with their names relative to it."""
     for prefix, child in module.named_modules():
         for name, absent in absent_of(child).items():
             if isinstance(absent.tensor, nn.Parameter):
@@ -117,8 +117,8 @@ def guard_ghosts(model: nn.Module, active: Callable[[], bool], device: Callable[
     """Let ghosts answer the model's own code while `active()` (a forward is run or traced), and refuse other calls.
 
     Model code asks `next(self.encoder.parameters()).dtype`: then `parameters()` of a module that has none left gives a
-    placeholder for each, of no storage to speak of, on `device()`; to everybody else none, as before. Calls are refused
-    of what is inside of units, which are intercepted themselves, and of `forward`."""
+    placeholder for each, of no storage to speak of, on `device()`; to everybody else none, as before. Calls
+    of `forward`, and of what is inside of units, are refused; the units themselves are intercepted."""
 
     def parameters(module: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
         if active():
@@ -178,7 +178,7 @@ def stripped_tensors(module: nn.Module, kind: str = "parameter") -> Iterator[tup
 @contextmanager
 def shown_whole(model: nn.Module, themselves: bool = False) -> Iterator[None]:
     """Inside, the parameters and buffers of ghosts are in the model again, as meta tensors: for code that asks for
-    names and shapes only, as `state_dict()`. Or the parameters themselves, maybe without storage."""
+    names and shapes only, as `state_dict()`. With `themselves`, parameters as they are, maybe without storage."""
     with ExitStack() as undo:
         for child in model.modules():
             for name, absent in absent_of(child).items():
@@ -203,8 +203,8 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     names.update(name for name, _ in stripped_tensors(model))
     order: list[str] = []
     for prefix, child in model.named_modules(remove_duplicate=False):
-        own = [*child._parameters, *absent_of(child)]
-        order += [name for n in own if (name := f"{prefix}.{n}" if prefix else n) in names]
+        here = [*child._parameters, *absent_of(child)]
+        order += [name for n in here if (name := f"{prefix}.{n}" if prefix else n) in names]
     return list(dict.fromkeys(order))
 
 

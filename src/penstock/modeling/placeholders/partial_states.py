@@ -121,7 +121,7 @@ class _PartialMetadata(dict[str, Any]):
 
 
 class PartialState(OrderedDict[str, Any]):
-    """The state dict of a module of which this rank lacks a part. Safetensors and who uses it cannot write it."""
+    """The state dict of a module of which this rank lacks a part. Neither safetensors nor what uses it can write it."""
 
     def copy(self) -> PartialState:
         made = super().copy()
@@ -129,7 +129,7 @@ class PartialState(OrderedDict[str, Any]):
         return made
 
     def items(self) -> Any:
-        """As of any dictionary."""
+        """As of any dictionary; raises TypeError if a function `save...` of `_SAVING_PACKAGES` asks."""
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _SAVING_PACKAGES:
             if frame.f_code.co_name.startswith("save"):

@@ -43,13 +43,13 @@ _ABSENT = object()
 
 def _marks(model: nn.Module) -> dict[str, Any]:
     """By name, what tells the value of each plain attribute from another one."""
-    found = {}
+    marks = {}
     for prefix, module in model.named_modules():
         own = vars(module)
         for name in own.keys() - _TORCHS:
             if (mark := _mark(own[name])) is not _ABSENT:
-                found[f"{prefix}.{name}" if prefix else name] = mark
-    return found
+                marks[f"{prefix}.{name}" if prefix else name] = mark
+    return marks
 
 
 def _mark(value: Any) -> Any:

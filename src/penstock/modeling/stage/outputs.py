@@ -79,7 +79,7 @@ class NamedOutput(ModelOutput):  # type: ignore[misc]  # a library without types
 
 
 def named_output(output: Any) -> Any:
-    """`output` if it has named fields, otherwise a `NamedOutput` of it."""
+    """`output` if it is a `ModelOutput`, otherwise a `NamedOutput` of it."""
     if isinstance(output, ModelOutput):
         return output
     values = dict(items_of(output) or ())
@@ -105,9 +105,9 @@ def form_of(output: Any) -> OutputForm | None:
 
 
 def joint_form(forms: Iterable[OutputForm | None]) -> OutputForm | None:
-    """The form of what has the fields of all of these, which are of one class: microbatches may have unlike ones."""
-    found = [form for form in forms if form is not None]
-    return replace(found[0], names=tuple(dict.fromkeys(chain(*(form.names for form in found))))) if found else None
+    """The form with the fields of all of these, which are of one class: microbatches may have unlike ones."""
+    known = [form for form in forms if form is not None]
+    return replace(known[0], names=tuple(dict.fromkeys(chain(*(form.names for form in known))))) if known else None
 
 
 def output_of(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -150,13 +150,13 @@ def refuse_hidden_tensors(output: ModelOutput) -> None:
 
 def _with_own_loss(output: Any, loss: torch.Tensor | None) -> Any:
     """What a module returned, with another loss in the place of its own, if it has one."""
-    own = loss_of(output)
-    if own is None or loss is None:
+    own_loss = loss_of(output)
+    if own_loss is None or loss is None:
         return output
-    if output is own:
+    if output is own_loss:
         return loss
     if isinstance(output, (tuple, list)):
-        return type(output)(loss if entry is own else entry for entry in output)
+        return type(output)(loss if entry is own_loss else entry for entry in output)
     if isinstance(output, Mapping):
         return {**output, "loss": loss}
     changed = copy.copy(output)
@@ -179,8 +179,8 @@ def merge_outputs(
 
     Args:
         losses: fields besides `loss` that are shares of the batch's, too.
-        grown: the shapes of the first output if its microbatch had one sample more. Asked for where two dimensions are
-            as large as the microbatch, so that either could be the samples'; by default the first is.
+        grown: the shapes of the first output if its microbatch had one sample more. Asked for where two dimensions, or
+            a list, are as large as the microbatch; by default the first dimension is the samples', and no list is.
     """
     first = outputs[0]
     kind = joint_form(map(form_of, outputs)) or type(first)

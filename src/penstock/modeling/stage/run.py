@@ -66,7 +66,7 @@ class StageRun:
         self._seed_generators, self._seed = seed_generators, seed
 
     def finished(self) -> tuple[torch.Tensor, ...]:
-        """The values to hand to the next stage, once its last unit has run."""
+        """The values to hand to the next stage, once the last unit of this one has run."""
         # Not earlier: what was received may still be on its way when the forward begins.
         for incoming, outgoing in self.plan.relayed:
             self._sends[outgoing] = self.received[incoming]
@@ -227,7 +227,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_assumption(call: PlannedCall, output: Sequence[Any], expected: tuple[Any, ...]) -> None:
-    """A part of the unit was taken for shape-preserving; see that the real leaves have the shapes that follow."""
+    """Something was assumed of the unit, see `OutputShape.assumed`: check that the real leaves have these shapes."""
     real = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in output]
     planned = [leaf.shape if isinstance(leaf, TensorSpec) else None for leaf in expected]
     if real != planned:

@@ -85,7 +85,7 @@ class SplitModel:
         # For saving: from here on no rank can see by itself what is tied on other stages.
         record_of(model).aliases = self.aliases
         self.tensor_parallel = sharding
-        # Of whole units: what crosses between units is whole, however a unit computes it.
+        # Made of whole units, before they are sharded: what crosses between units is whole, however a unit computes it.
         units = {name: model.get_submodule(name) for stage in stages for name in stage}
         refuse_common_memory(model, units)
         self._forwards = Forwards(model, units, functions)
@@ -183,7 +183,7 @@ class SplitModel:
 
     # Sees what forwards leave behind, while somebody wants to know.
     kept_state: KeptState | None = None
-    # Entered around each forward, and around the following of one, with its inputs.
+    # Entered, with the inputs, around each forward but those of `run_to_end`, and around the following of one.
     computing: Callable[[Mapping[str, Any]], AbstractContextManager[None]] = staticmethod(lambda _: _NOTHING)
     # The number of tokens whose logits a plan's head makes at once.
     loss_chunk_tokens: int | None = None
@@ -272,14 +272,14 @@ class SplitModel:
         Args:
             plan: from `plan()`, for inputs of the same kind, and this criterion.
             received: what the stage before handed on, in the order of `plan.boundaries[stage - 1]`; in training,
-                floating-point tensors are leaves that require gradients.
+                what required a gradient there is a leaf that requires one.
             seed: for a forward that `draws`, equal on all stages, different for every step and microbatch. Random
                 numbers then depend on it and the place in the forward only, not on the layout, and the random
                 generators are left as they were.
             shares: from `plan.loss.shares(...)`; the loss in the output then is this microbatch's share of the batch's.
             host: copies on the CPU of tensors in `inputs`, under their names: what the model's code asks of their
                 values is answered from them, see `HostValues`.
-            watch: whether to see if it draws random numbers where the plan says that it draws none.
+            watch: whether to see if it draws random numbers from what `plan.draws` does not name.
 
         Returns:
             The model's output (None but on the last stage) and the values to hand to the next stage, in the order of
@@ -287,7 +287,7 @@ class SplitModel:
         """
         if host is inputs or not plan.asks_known:
             host = None
-        run: StageRun | None = None  # of an ordinary forward
+        run: StageRun | None = None  # an ordinary forward needs none
         if plan.num_stages > 1 or seed is not None or host is not None or plan.head is not None:
             run = self._stage_run(plan, stage, inputs, received)
             if run.plan.idle:
@@ -334,8 +334,8 @@ class SplitModel:
         `hand_over` is called once, unless on the last stage, with the values for the next stage as soon as they are
         there.
 
-        Returns the model's output, in which only the last stage's values are right; caches of keys and values then hold
-        the stage's own layers, and entries of the right length for all others."""
+        Returns the model's output, in which only the last stage's values are right, None after an early exit; caches of
+        keys and values then hold the stage's own layers, and entries of the right length for all others."""
         run = self._stage_run(plan, stage, inputs, received, early_exit=early_exit, hand_over=hand_over)
         run_model: Callable[[], Any] = partial(call or self._forwards.call, **_arguments(plan, inputs))
         if self.tensor_parallel is not None:

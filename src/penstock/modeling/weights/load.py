@@ -39,7 +39,7 @@ class StageLoadingInfo:
     """What loading found. `missing_keys` and `unexpected_keys` are those of the whole model, the same on every rank.
 
     Attributes:
-        missing_keys: parameters of the model that the checkpoint lacks; they were initialised as in the whole model.
+        missing_keys: tensors of the model that the checkpoint lacks; they were initialised as in the whole model.
         unexpected_keys: tensors of the checkpoint that the model has no place for.
         mismatched_keys: (name, shape in the checkpoint, shape in the model), for this rank's parameters.
         untied: names that this rank found *not* tied although the configuration ties them, because the checkpoint
@@ -108,7 +108,7 @@ def finish_stage(
 
 
 def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
-    """The configuration that `from_pretrained(path_or_name, **kwargs)` would use, but for the dtype."""
+    """The configuration that `from_pretrained(path_or_name, **kwargs)` would use, but for dtype and quantisation."""
     config = kwargs.pop("config", None)
     if isinstance(config, PretrainedConfig):
         return config
@@ -117,7 +117,7 @@ def load_config(path_or_name: str, **kwargs: Any) -> PretrainedConfig:
     is_path = os.path.isabs(path) or path.startswith((".", "~")) or path.count("/") > 1
     if config is None and is_path and not os.path.exists(path):
         raise FileNotFoundError(f"{path} is no directory: there is no model to load")
-    for option in ("dtype", "torch_dtype", "quantization_config"):  # "auto", only the checkpoint can resolve
+    for option in ("dtype", "torch_dtype", "quantization_config"):  # a dtype "auto" only the checkpoint can resolve
         kwargs.pop(option, None)
     return AutoConfig.from_pretrained(path_or_name if config is None else config, **kwargs)
 

@@ -47,15 +47,15 @@ def refuse_common_memory(model: nn.Module, units: Collection[str]) -> None:
     """Raise NotImplementedError if trained parameters of different units are not one, but views of the same memory: an
     update of one is an update of the other, which no other stage would see."""
     homes = names_in_units(model, units)
-    found = []
+    extents = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.layout is torch.strided and parameter.numel():
             start = int(parameter.storage_offset())
             reach = zip(parameter.shape, parameter.stride(), strict=True)
             end = start + sum((size - 1) * stride for size, stride in reach)
-            found.append((parameter.untyped_storage()._cdata, start, end, name))
+            extents.append((parameter.untyped_storage()._cdata, start, end, name))
     common = []
-    for _, views in groupby(sorted(found), key=itemgetter(0)):
+    for _, views in groupby(sorted(extents), key=itemgetter(0)):
         furthest: dict[str | None, tuple[int, str]] = {}  # of each unit, the parameter that ends last so far
         for _, start, end, name in views:
             unit = unit_with(name, homes, units)
@@ -145,8 +145,8 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
 def packed_weights(model: nn.Module) -> dict[str, int]:
     """How many numbers each packed weight of the unsplit model has, by name: its tensor has fewer."""
     modules = model.named_modules()
-    packed = ((name, one) for name, each in modules if (one := known_of(each).packed) is not None)
-    return {f"{name}.{one.parameter}": one.num_weights for name, one in packed}
+    packed = ((name, layer) for name, each in modules if (layer := known_of(each).packed) is not None)
+    return {f"{name}.{layer.parameter}": layer.num_weights for name, layer in packed}
 
 
 def sharding_in(model: nn.Module) -> WeightSharding | None:
