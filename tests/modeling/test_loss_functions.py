@@ -295,6 +295,9 @@ NEITHER: dict[str, Callable[[torch.Tensor, Inputs], torch.Tensor]] = {
     "what the labels decide": lambda p, i: F.cross_entropy(
         flat(p), i["positive_labels"].masked_fill(i["positive_labels"] == 5, IGNORED).flatten()
     ),
+    "what the model decides": lambda p, i: F.cross_entropy(
+        flat(p), i["labels"].masked_fill(p.softmax(-1).amax(-1) > 0.3, IGNORED).flatten()
+    ),
     "changed labels": lambda p, i: F.cross_entropy(flat(p), i["labels"].clamp(min=0).flatten(), ignore_index=0),
 }
 

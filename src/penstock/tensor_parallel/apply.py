@@ -146,7 +146,8 @@ class TensorParallel:
 
     def refuse(self, inputs: Mapping[str, Any], config: PretrainedConfig | None) -> None:
         """Raise NotImplementedError for a forward whose outputs would not be the unsplit model's."""
-        if inputs.get("output_attentions", getattr(config, "output_attentions", False)):
+        asked = inputs.get("output_attentions")
+        if asked or (asked is None and getattr(config, "output_attentions", False)):
             raise NotImplementedError(
                 f"with tensor_parallel_size {self.size} each rank has the attentions of its own heads only; leave out "
                 "output_attentions"

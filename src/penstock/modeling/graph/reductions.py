@@ -180,10 +180,13 @@ class OperationRecord:
         return tensor if steps is None else TensorRef(steps.get(_geometry(tensor)), tensor.shape)
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
-        """Whether a tensor has nothing but values of inputs, and constants. `labels` may decide which only by being
-        compared with a number of zero or less. The operations `others` count as keeping values."""
+        """Whether a tensor has nothing but values of inputs, and constants, whatever the units compute. `labels` may
+        decide which only by being compared with a number of zero or less. The operations `others` count as keeping
+        values."""
         ref = self.find(tensor)
-        return ref is None or self._keeps(ref, labels, others)
+        if ref is None:
+            return True
+        return ref.step not in self.reaching(lambda step: step.of_unit) and self._keeps(ref, labels, others)
 
     def _keeps(self, ref: TensorRef, labels: Collection[str], others: Collection[str]) -> bool:
         if ref.step is None:
