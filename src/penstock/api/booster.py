@@ -33,7 +33,7 @@ PathLike = str | os.PathLike[str]
 class Booster:
     """Trains with a plugin: `boost` once, `execute_pipeline` and the optimizer's step in the loop.
 
-    Every rank calls every method.
+    Every rank calls every method, `leave` apart.
 
     Args:
         plugin: a HeterogeneousParallelPlugin whose pipelines are set.
@@ -104,7 +104,7 @@ class Booster:
     ) -> dict[str, Any]:
         """Forward and backward of the next global batch; with gradients disabled, forward only.
 
-        Gradients are complete when this returns: take the optimizer's step next.
+        Outside of `no_sync`, gradients are complete when this returns: take the optimizer's step next.
 
         Args:
             data_iter: gives this pipeline's shares of global batches, from a loader of `plugin.prepare_dataloader`.
@@ -175,7 +175,7 @@ class Booster:
         return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
-        """The backward of a `loss` that `for output in model(**batch)` yielded, with fp16's scale (no `optimizer`)."""
+        """The backward of a `loss` that `for output in model(**batch)` gave, with fp16's scale; `optimizer` unused."""
         loss.backward()
 
     def clip_grad_norm(
@@ -219,7 +219,7 @@ class Booster:
             gather_dtensor, prefix: arguments of ColossalAI; only the defaults are possible.
 
         Raises:
-            ValueError: `prefix` is given.
+            ValueError: `prefix` or `gather_dtensor` is given.
             CheckpointError: some rank could not write; names the rank and the path.
         """
         if prefix is not None or not gather_dtensor:

@@ -12,8 +12,8 @@ from typing import Any
 from penstock.arguments import check_count, check_number
 from penstock.modeling.pipeline_template import PipelineTemplate
 
-# How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
-# still is noticed by its heartbeat.
+# How long a transfer of an elastic run may take: a rank that writes a checkpoint keeps the others waiting. One that
+# stands still is noticed by its heartbeat.
 ELASTIC_TIMEOUT = datetime.timedelta(minutes=10)
 
 
