@@ -32,7 +32,7 @@ from penstock.runtime.inputs import AS_ACCUMULATED
 
 EXACT, ACCUMULATED, NOT_TRIED = "exact", "exact against accumulation", "not tried"
 REFUSED, DIFFERS, FAILED = "refused", "differs", "failed"
-# Sums in another order, in the type the model runs in, relative to the largest entry.
+# What sums in another order may change, by the type that the model runs in, relative to the largest entry.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 # What the largest entry of the first gradient changes a weight by.
 FIRST_CHANGE = 0.01
@@ -87,7 +87,7 @@ class TrainingResult:
 
 class Comparison:
     """A model parallelised on the ranks of this job, beside the same model unsplit on each of them. It is given whole,
-    without noise, in training, and left alone. Raises whatever the unsplit model raises."""
+    without noise, in training mode, and not changed. Raises whatever the unsplit model raises."""
 
     def __init__(
         self,
@@ -240,8 +240,8 @@ class Comparison:
         return theirs
 
     def _tokens(self) -> Row | None:
-        """Greedy tokens, of a model of transformers that generates, for the first microbatch without padding, which
-        belongs on the left here, and no longer in all than what the model was trained with."""
+        """Greedy tokens, of a model of transformers that generates, for the first microbatch without its padding, which
+        would belong on the left, and with the prompt no longer than what the model was trained with."""
         known: Any = self.initial
         if not isinstance(known, PreTrainedModel) or not known.can_generate():
             return None
@@ -308,7 +308,7 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[float, str]:
-    """The largest difference, in parts of `scale` or of a tensor's largest entry above 1, and the name that has it."""
+    """The largest difference, in parts of `scale` or of a tensor's largest entry, at least 1; and the name with it."""
     found = (
         (_difference(ours[name], each, scale) if name in ours else math.inf, name) for name, each in theirs.items()
     )
@@ -316,7 +316,7 @@ def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[f
 
 
 def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:
-    """Infinite for unlike shapes; where one has none, the other is to be zero; 0 for one infinity, or nan, in both."""
+    """Infinite for unlike shapes; where one is None, the other is to be zero; 0 for one infinity, or nan, in both."""
     if ours is None or theirs is None:
         return math.inf if any(each is not None and each.any() for each in (ours, theirs)) else 0.0
     if ours.shape != theirs.shape:

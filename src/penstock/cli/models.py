@@ -26,9 +26,9 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL_OR_CLASS",
-        help="A folder or name of a checkpoint (only its configuration is read), a class of transformers or "
-        "diffusers such as LlamaForCausalLM (with its default configuration), or MODULE:NAME or SCRIPT.py:NAME of your "
-        "own.",
+        help="A folder or name of a checkpoint (only its configuration is read; verify also reads a folder's weights), "
+        "a class of transformers or diffusers such as LlamaForCausalLM (with its default configuration), or "
+        "MODULE:NAME or SCRIPT.py:NAME of your own.",
     ),
 ]
 Inputs = Annotated[
@@ -142,8 +142,8 @@ def verify(
 def waiting(text: str) -> Iterator[None]:
     """A spinner on stderr while something is made, if that is a terminal. Nothing may be printed meanwhile."""
     console = Console(stderr=True)
-    turns = console.is_terminal and "JPY_PARENT_PID" not in os.environ  # a notebook's cell keeps every frame
-    with console.status(f"{text} ...") if turns else nullcontext():
+    shown = console.is_terminal and "JPY_PARENT_PID" not in os.environ  # a notebook's cell keeps every frame
+    with console.status(f"{text} ...") if shown else nullcontext():
         yield
 
 
@@ -230,13 +230,13 @@ def _look_for_a_hub() -> None:
             socket.create_connection(
                 (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), 2
             ).close()
-            found.set()
+            answered.set()
 
-    found, proxies = threading.Event(), getproxies()
+    answered, proxies = threading.Event(), getproxies()
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2)
-    if not found.is_set() and not proxies:
+    if not answered.is_set() and not proxies:
         constants.HF_HUB_OFFLINE = True
 
 

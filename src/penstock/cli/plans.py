@@ -99,7 +99,7 @@ def profile(
 ) -> None:
     """Measure what each unit of a model costs on this device, and under a launcher the links between ranks.
 
-    Each kind of unit is run alone, so the model needs not fit the device.
+    Each kind of unit is run alone, so the model need not fit the device.
 
     Example: penstock profile GPT2LMHeadModel --microbatch-size 4 --length 512 -o profile.json
     """
@@ -276,7 +276,7 @@ def _refuse_others(file: Path, profile: Profile, model: str, given: Mapping[str,
 
 
 def _microbatches(global_batch: int | None, microbatch: int, usual: int) -> int:
-    """How many a step has: those of the `usual` number of samples, or a little more, if none is given."""
+    """How many microbatches a step has: if no global batch is given, as many as hold the `usual` number of samples."""
     if global_batch is not None and global_batch % microbatch:
         raise ValueError(
             f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}: give "
@@ -295,8 +295,8 @@ def _model(
     rank: int | None = None,
 ) -> tuple[nn.Module, int]:
     """The user's MODEL, and the samples of a microbatch: those given, those of its inputs, or the `usual` number. It is
-    of type `dtype`; None is float32, but what a user's own code makes is then as it was made. With a packed base and
-    adapters."""
+    of type `dtype`; None is float32, but what a user's own code makes is then as it was made. With adapters
+    and a packed base, where these are asked for."""
     from torch import nn
 
     from penstock.checking.check import build_on_meta

@@ -99,7 +99,7 @@ class LayoutSearch:
         return best[:1] + [splits for splits in tidied if splits not in best] + best[1:]
 
     def _tidy(self, split: StageSplit, reverse: bool) -> StageSplit:
-        """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
+        """The same devices class by class, with the most even of the best stages; the split if over a tenth faster."""
         classes = tuple(sorted(split.classes, reverse=reverse))
         speeds = [self.job.cluster.classes[index].speed for index in classes]
         sizes = partition(self.job.seconds, speeds).sizes
@@ -266,7 +266,7 @@ class LayoutSearch:
         return simulation.makespan, gradients_ready(simulation)
 
     def realise(self, candidate: Candidate) -> Plan | None:
-        """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked."""
+        """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked, or does not fit."""
         devices = place(self.job.cluster, [pipeline.classes for pipeline, _ in candidate], self.job.copies)
         return None if devices is None else self.realise_on(devices, candidate)
 

@@ -25,7 +25,7 @@ from penstock.planning.profile import held_by_stages, sums
 Counts = tuple[int, ...]
 # A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.
 MOST_DEVICES, MOST_SPLITS, MOST_LAYOUTS = 10, 20_000, 2_000
-# Pipelines of more microbatches than this follow the formula.
+# Jobs of more microbatches than this follow the formula.
 MOST_MICROBATCHES = 32
 # Of one set of devices and number of microbatches no more are simulated; seldom reached.
 MOST_SIMULATED = 200

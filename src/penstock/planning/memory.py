@@ -91,12 +91,12 @@ class HeldBytes:
                 for name, state in part.tied_state().items():
                     if name in tied:  # one weight, held once
                         weights, gradients, optimizer = weights - state[0], gradients - state[1], optimizer - state[2]
-                tied |= {one[0]: one for one in part.tied}
-            own = part.working if part.splitting is None else part.splitting
+                tied |= {weight[0]: weight for weight in part.tied}
+            split_working = part.working if part.splitting is None else part.splitting
             put_off = part.kept if part.deferred is None else part.deferred
             working = max(working - part.kept, part.working)
             forwarding = max(forwarding - part.kept, part.working if part.forwarding is None else part.forwarding)
-            splitting = max(splitting + put_off - part.kept, own)
+            splitting = max(splitting + put_off - part.kept, split_working)
             kept += part.kept
             deferred += put_off
             output = part.output
@@ -170,9 +170,9 @@ class _StageMemory:
     """What one stage holds, and the bytes of messages around it that its microbatches do not hold themselves.
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
-    was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
-    until so many were that it looks which have left. `from_here`, `to_here`: whether the previous stage, and the next
-    one, is on the same rank.
+    was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is held by its
+    sender until so many were sent that it looks which have left. `from_here`, `to_here`: whether the previous stage,
+    and the next one, is on the same rank.
     """
 
     def __init__(self, held: HeldBytes, count: int, from_here: bool, to_here: bool) -> None:

@@ -197,7 +197,8 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
 
 def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
     """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be: nodes are
-    filled one after another, the largest pipelines first. None if fewer than `copies` stand on nodes of their own."""
+    filled one after another, the largest pipelines first. None if devices are too few, or if fewer than `copies`
+    pipelines stand on nodes of their own."""
     num_nodes = max(cluster.node_of_device) + 1
     free: list[dict[int, list[int]]] = [{} for _ in range(num_nodes)]
     for device in reversed(range(cluster.size)):

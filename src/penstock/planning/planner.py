@@ -17,7 +17,7 @@ from penstock.schedule.registry import PLAIN
 
 
 class Infeasible(ValueError):
-    """No layout exists; the message says which quantity is short, and by how much."""
+    """There is no plan; the message says what is in the way, and where it can by how much."""
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
@@ -152,8 +152,8 @@ def _layout_of(plan: Plan) -> Counter[tuple[object, ...]]:
 
 def explain(job: Job) -> Infeasible:
     classes, parts, held = job.cluster.classes, job.parts, job.held
-    for part, one in zip(parts, held, strict=True):
-        least = one.with_live(1)
+    for part, needed in zip(parts, held, strict=True):
+        least = needed.with_live(1)
         if all(least > kind.memory for kind in classes):
             name = part[0].name if len(part) == 1 else f"{part[0].name} to {part[-1].name}"
             where = " and ".join(

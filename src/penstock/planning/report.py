@@ -56,7 +56,7 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
 
 
 def section_of(plan: Plan) -> dict[str, Any] | None:
-    """A plan as the configuration of `initialize`; None if its pipelines differ, in which the plugin forms them."""
+    """A plan as the configuration of `initialize`; None if its pipelines differ, as then the plugin forms them."""
     if not plan.has_equal_pipelines:
         return None
     first, about = plan.pipelines[0], plan.job.profile.about

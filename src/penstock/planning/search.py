@@ -67,7 +67,7 @@ def find_splits(
     """The best splits for every number of devices of each class that some split within their memory exists for.
 
     Args:
-        live: the microbatches that a stage holds; None: as many under 1F1B, itself and the stages after it.
+        live: the microbatches that a stage holds; None: as under 1F1B, one for itself and for each stage after it.
         mixtures: whether a pipeline may have devices of several classes.
     """
     cluster, num_parts = chain.cluster, chain.num_parts

@@ -442,8 +442,8 @@ def lower_bound(
 
 @lru_cache
 def predicted_steps(name: str, num_ranks: int, num_microbatches: int) -> float:
-    """The time of a step under a named schedule, over that of a microbatch on a rank, if F = B = W on all ranks. Of
-    microbatches that find the pipeline full and leave it full, one more takes as long as it does alone."""
+    """The time of a step under a named schedule, over that of a microbatch on a rank, if F = B = W on all ranks.
+    A microbatch that finds the pipeline full and leaves it full adds as long as it takes on one rank."""
     simulated = min(num_microbatches, 2 * num_ranks)
     seconds = 1 / (3 * default_stages_per_rank(name))
     makespan = simulate(build(name, num_ranks, simulated), Costs(seconds, seconds, seconds)).makespan
