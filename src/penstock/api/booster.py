@@ -83,7 +83,7 @@ class Booster:
         self._run().states.register(name, one)
 
     def leave(self) -> None:
-        """With `elastic=`, leave the run at the end of the step: the process then ends with status 0."""
+        """With `elastic=`, leave the run at the end of the step: the process then ends with status 0, or 75 if all leave."""
         self._run().leave()
 
     def _run(self) -> ElasticRun:
@@ -208,7 +208,7 @@ class Booster:
     ) -> None:
         """Save the model as an ordinary checkpoint folder, which plain transformers loads.
 
-        `model.save_parallelized(folder)` writes a file for each stage instead, all at once; `load_model` reads both.
+        `model.save_parallelized(folder)` writes a file per rank instead, all at once; `load_model` reads both.
 
         Args:
             model: from `boost`.
@@ -254,7 +254,7 @@ class Booster:
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
         """Save the state of `optimizer`, fp16's loss scale, and what decides the run's random numbers.
 
-        `checkpoint` is a folder with a file for each stage, whatever `shard`. It may be the folder of the model.
+        `checkpoint` is a folder with a file per rank that keeps a part, whatever `shard`. It may be that of the model.
 
         Raises:
             CheckpointError: some rank could not write; names the rank and the path.

@@ -47,7 +47,7 @@ Speed = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of it)."),
+    typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of a known one's)."),
 ]
 
 

@@ -31,7 +31,7 @@ class Elastic:
         hang_timeout: seconds of silence after which a process counts as lost although its connections are open; after
             10 s while a new generation forms.
         templates: the pipelines to choose from; none: the planner makes them.
-        memory: bytes of each device that the run may use; None: what a GPU has, no limit on a CPU.
+        memory: bytes of each device that the run may use; None: nine tenths of a GPU's, no limit on a CPU.
         bandwidth: bytes per second of a link; with `horizon` it decides how much may move for a faster layout.
         horizon: seconds that a layout is expected to last.
         run: the run's name; runs with different names share a store.
