@@ -83,7 +83,7 @@ class Booster:
         self._run().states.register(name, one)
 
     def leave(self) -> None:
-        """With `elastic=`, leave the run at the end of the step: the process then ends with status 0, or 75 if all leave."""
+        """With `elastic=`, leave the run at the end of the step: the process ends with status 0, or 75 if all leave."""
         self._run().leave()
 
     def _run(self) -> ElasticRun:

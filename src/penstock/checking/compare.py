@@ -127,8 +127,8 @@ class Comparison:
         messages = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
         self.model, context = model, model.pipeline.context
         ranks = Ranks(context.groups.world_control, context.board.guard)
-        told = ranks.exchange(messages, "comparing warnings")  # only the rank with the loss warns of it
-        self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in told for text in texts), "")
+        by_rank = ranks.exchange(messages, "comparing warnings")  # only the rank with the loss warns of it
+        self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in by_rank for text in texts), "")
         self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, _tensors(model)
         tries: dict[str, Callable[[], Row | None]] = {
             "loss": lambda: self._row("loss", ours.losses, lambda run: run.losses),
@@ -213,11 +213,11 @@ class Comparison:
 
     def _own(self, ours: Named, named: Named) -> Named:
         """Of the unsplit model's tensors, what this rank holds, which are those of `ours`."""
-        own, sharding = {name: named[name] for name in ours if name in named}, self.model.pipeline.split.tensor_parallel
-        for name in own.keys() & (sharding.shards.keys() if sharding is not None else ()):
-            if own[name] is not None:
-                own[name] = sharding.shards[name].take(own[name], sharding.index, sharding.size)
-        return own
+        held, sharding = {n: named[n] for n in ours if n in named}, self.model.pipeline.split.tensor_parallel
+        for name in held.keys() & (sharding.shards.keys() if sharding is not None else ()):
+            if held[name] is not None:
+                held[name] = sharding.shards[name].take(held[name], sharding.index, sharding.size)
+        return held
 
     def _evaluation(self) -> Row:
         self.model.eval()
@@ -309,10 +309,10 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 
 def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[float, str]:
     """The largest difference, in parts of `scale` or of a tensor's largest entry, at least 1; and the name with it."""
-    found = (
+    differences = (
         (_difference(ours[name], each, scale) if name in ours else math.inf, name) for name, each in theirs.items()
     )
-    return max(found, default=(0.0, ""))
+    return max(differences, default=(0.0, ""))
 
 
 def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:

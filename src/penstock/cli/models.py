@@ -66,8 +66,8 @@ def check(
     rows: list[dict[str, Any]] = []
     if stages is not None and report.units:
         sizes = partition([unit.cost for unit in report.units], [1.0] * stages).sizes
-        for own in split_into(report.units, sizes):
-            rows.append({"units": [unit.name for unit in own], "parameters": sum(unit.parameters for unit in own)})
+        for units in split_into(report.units, sizes):
+            rows.append({"units": [unit.name for unit in units], "parameters": sum(unit.parameters for unit in units)})
     if as_json:
         print(json.dumps(report.data() | ({"stages": rows} if stages is not None else {}), indent=1))
     else:
@@ -124,7 +124,7 @@ def verify(
         Console(stderr=True).print("warning: --batch is now --inputs, as in the other commands", highlight=False)
         inputs = inputs or batch
     make = named(model) if ":" in model else subject_of(model)
-    found = verify_model(
+    result = verify_model(
         (lambda: make) if isinstance(make, torch.nn.Module) else make,
         None if inputs is None else named(inputs),
         config=config or {"pipeline_parallel_size": 2, **given},
@@ -133,8 +133,8 @@ def verify(
         layers=layers,
         trust_remote_code=trust_remote_code,
     )
-    print(json.dumps(found.data(), indent=1) if as_json else found.render())
-    if not found.exact:
+    print(json.dumps(result.data(), indent=1) if as_json else result.render())
+    if not result.exact:
         raise typer.Exit(1)
 
 
@@ -152,9 +152,9 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
     import transformers
 
     if ":" in model:
-        found = _made(model)
-    elif (found := _of_diffusers(model)) is None:
-        found = model
+        subject = _made(model)
+    elif (subject := _of_diffusers(model)) is None:
+        subject = model
         if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):
             _look_for_a_hub()
         elif not Path(model).exists() and not hasattr(transformers, model):
@@ -169,10 +169,10 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
 
         given: Any = named(inputs)
         given = given() if callable(given) else given
-        found = found if isinstance(found, nn.Module) else build_on_meta(found)
+        subject = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
         # What the forward does not take is for a criterion.
-        remember_example_inputs(found, inputs_of_forward(found, given) if isinstance(given, Mapping) else given)
-    return found
+        remember_example_inputs(subject, inputs_of_forward(subject, given) if isinstance(given, Mapping) else given)
+    return subject
 
 
 def _made(reference: str) -> Any:
@@ -181,16 +181,16 @@ def _made(reference: str) -> Any:
     import torch
     from transformers import PreTrainedModel
 
-    found = named(reference)
+    target = named(reference)
     own_class = (
-        isinstance(found, type) and issubclass(found, torch.nn.Module) and not issubclass(found, PreTrainedModel)
+        isinstance(target, type) and issubclass(target, torch.nn.Module) and not issubclass(target, PreTrainedModel)
     )
-    if isinstance(found, torch.nn.Module) or not (callable(found) and (own_class or not isinstance(found, type))):
-        return found
+    if isinstance(target, torch.nn.Module) or not (callable(target) and (own_class or not isinstance(target, type))):
+        return target
     with suppress(Exception), torch.device("meta"):  # a constructor may compute with numbers
-        return found()
+        return target()
     try:
-        return found()
+        return target()
     except Exception as error:
         advice = ": name a function without arguments that returns the model" if own_class else ""
         raise ValueError(f"{reference} does not make a model: {type(error).__name__}: {error}{advice}") from error
@@ -249,9 +249,9 @@ def named(reference: str) -> Any:
             raise ValueError(f"there is no file {module_name}")
         module_name = file.removesuffix(".py")
     sys.path.insert(0, folder)
-    found: Any = importlib.import_module(module_name)
+    value: Any = importlib.import_module(module_name)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ValueError(f"module {module_name} has no {name!r}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value

@@ -29,8 +29,8 @@ def fingerprint(inputs: Mapping[str, Any]) -> int:
     The ranks of one pipeline compare it to notice that they were given different batches. It is no protection against
     a batch made to collide.
     """
-    told = repr(_told(inputs)).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+    plain = repr(_told(inputs)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") >> 1
 
 
 def described(inputs: Mapping[str, Any], sizes: Sequence[int]) -> tuple[int, int, dict[str, list[Any]]]:

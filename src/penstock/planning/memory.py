@@ -118,16 +118,16 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
 
     Where two neighbouring stages are on one rank, what crosses is handed over and not copied.
     """
-    found = []
+    estimates = []
     count, forward, weight = schedule.num_microbatches, Kind.F, Kind.W
     for rank, actions in enumerate(schedule.actions):
-        own = schedule.stages_of(rank)
-        top = own[-1]
-        around = {stage: _StageMemory(stages[stage], count, stage - 1 in own, stage + 1 in own) for stage in own}
+        on_rank = schedule.stages_of(rank)
+        top = on_rank[-1]
+        around = {s: _StageMemory(stages[s], count, s - 1 in on_rank, s + 1 in on_rank) for s in on_rank}
         # Backwards whose weight gradients follow at once are not split.
         whole = schedule.whole_backwards(rank)
         deferred: set[tuple[int, int]] = set()
-        of_loop = stages[top].output + stages[top].received * (2 if top - 1 in own else 1)
+        of_loop = stages[top].output + stages[top].received * (2 if top - 1 in on_rank else 1)
         held = peak = of_caller = 0.0
         under_way = sum(tensor.num_bytes for tensor in around.values())
         for position, action in enumerate(actions):
@@ -155,9 +155,9 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
                 of_caller = of_loop
             under_way += here.answer()
             peak = max(peak, held + under_way + of_caller)
-        state = HeldBytes.summed(stages[stage] for stage in own)
-        found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
-    return found
+        state = HeldBytes.summed(stages[stage] for stage in on_rank)
+        estimates.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
+    return estimates
 
 
 def messages_at_most(received: float, sent: float, num_microbatches: int) -> float:

@@ -109,10 +109,10 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
         if not are_apart(cluster, devices, job.copies):
             continue
         sizes = partition(job.seconds, [1.0] * num_stages).sizes
-        classes = [tuple(cluster.class_of_device[device] for device in own) for own in devices]
-        alike = {own: search.pipeline_of(own, sizes, schedule) for own in set(classes)}
+        classes = [tuple(cluster.class_of_device[device] for device in of_pipeline) for of_pipeline in devices]
+        alike = {kinds: search.pipeline_of(kinds, sizes, schedule) for kinds in set(classes)}
         each, more = divmod(job.num_microbatches, count)
-        candidate = [(alike[own], each + (index < more)) for index, own in enumerate(classes)]
+        candidate = [(alike[kinds], each + (index < more)) for index, kinds in enumerate(classes)]
         ways.append((search.bound(candidate), ranks, devices, candidate))
     best: Plan | None = None
     for bound, _, devices, candidate in sorted(ways, key=lambda way: way[:2]):
