@@ -26,8 +26,8 @@ def fingerprint(inputs: Mapping[str, Any]) -> int:
     may go unseen; of larger arrays none. Tensors on accelerators count by shape and dtype only, because reading them
     would wait for the device; so do sparse, complex, meta and subclassed ones. Other objects count by their class.
 
-    The ranks of one pipeline compare it to notice that they were given different batches. It is no protection against
-    a batch made to collide.
+    Ranks that take one batch compare it to notice that they were given different ones. It is no protection against a
+    batch made to collide.
     """
     plain = repr(_told(inputs)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") >> 1

@@ -25,7 +25,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """`kind` on `rank` from `start` to `end`, in seconds since the step began.
+    """`kind` on `rank` from `start` to `end`, in seconds since the step, or the first of several, began.
 
     `stage` and `microbatch` are ``None`` where they say nothing (a wait, the reduction of a whole rank), `step` where
     there is only one.
@@ -178,7 +178,7 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
     """`events` as an SVG document: boxes numbered by microbatch where a number fits, ranks, a legend, a time axis.
 
     Args:
-        events: of one step. Waits are filled in if there are none among them.
+        events: of one step, or several in a row. Waits are filled in if there are none among them.
         title: printed above the chart.
         width: of the chart in pixels, without the labels at its sides. ``None``: wide enough for numbers in most boxes.
         relative: times are in no unit.
