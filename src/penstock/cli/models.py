@@ -87,7 +87,7 @@ def verify(
         str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the options below.")
+        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the next three options.")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="pipeline_parallel_size; 2 by default.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="num_microbatches.")] = None,

@@ -167,7 +167,7 @@ def to_device(value: Any, device: torch.device | str | int, non_blocking: bool =
 def place(
     microbatches: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The microbatches with all tensors on `device`, an accelerator, and the same ones with copies that the host can
+    """The microbatches with all tensors on `device`, an accelerator, and the same ones with tensors that the host can
     read, where there are such. Tensors from the CPU, but those inside other inputs, are copied through pinned memory,
     and the host does not wait. Those on the device are copied to the host if they are small and hold integers or
     booleans (ids, labels, masks): it waits once for all of them."""
