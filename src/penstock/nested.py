@@ -99,7 +99,7 @@ def show_record_to_torch(kind: type) -> None:
 
 
 class _Like:
-    """What a data class is made again like. To torch all are alike that have the same fields."""
+    """The instance that a data class is made again like. To torch two are equal if the same fields are set."""
 
     def __init__(self, record: Any) -> None:
         self.record = record

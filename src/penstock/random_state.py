@@ -101,7 +101,7 @@ TORCH, PYTHON, NUMPY = "torch's random numbers", "Python's random numbers", "Num
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Something that random numbers are drawn from. `fingerprint()` is another one once numbers were drawn."""
+    """Something that random numbers are drawn from. `fingerprint()` changes when numbers are drawn."""
 
     seed: Callable[[int], object]
     state: Callable[[], Any]
@@ -219,7 +219,7 @@ _MASK = (1 << 64) - 1
 
 
 def key_of(*parts: Any) -> int:
-    """A 64-bit number from `parts`, the same on every machine; computed once per unit call."""
+    """A 64-bit number from `parts`, the same on every machine; a plan computes those of its unit calls once."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 

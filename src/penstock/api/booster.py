@@ -33,7 +33,7 @@ PathLike = str | os.PathLike[str]
 class Booster:
     """Trains with a plugin: `boost` once, `execute_pipeline` and the optimizer's step in the loop.
 
-    Every rank calls every method.
+    Every rank calls every method, `leave` apart.
 
     Args:
         plugin: a HeterogeneousParallelPlugin whose pipelines are set.
@@ -83,7 +83,7 @@ class Booster:
         self._run().states.register(name, one)
 
     def leave(self) -> None:
-        """With `elastic=`, leave the run at the end of the step: the process then ends with status 0."""
+        """With `elastic=`, leave the run at the end of the step: the process ends with status 0, or 75 if all leave."""
         self._run().leave()
 
     def _run(self) -> ElasticRun:
@@ -104,7 +104,7 @@ class Booster:
     ) -> dict[str, Any]:
         """Forward and backward of the next global batch; with gradients disabled, forward only.
 
-        Gradients are complete when this returns: take the optimizer's step next.
+        Outside of `no_sync`, gradients are complete when this returns: take the optimizer's step next.
 
         Args:
             data_iter: gives this pipeline's shares of global batches, from a loader of `plugin.prepare_dataloader`.
@@ -175,7 +175,7 @@ class Booster:
         return batch
 
     def backward(self, loss: torch.Tensor, optimizer: PipelineOptimizer | None = None) -> None:
-        """The backward of a `loss` that `for output in model(**batch)` yielded, with fp16's scale (no `optimizer`)."""
+        """The backward of a `loss` that `for output in model(**batch)` gave, with fp16's scale; `optimizer` unused."""
         loss.backward()
 
     def clip_grad_norm(
@@ -208,7 +208,7 @@ class Booster:
     ) -> None:
         """Save the model as an ordinary checkpoint folder, which plain transformers loads.
 
-        `model.save_parallelized(folder)` writes a file for each stage instead, all at once; `load_model` reads both.
+        `model.save_parallelized(folder)` writes a file per rank instead, all at once; `load_model` reads both.
 
         Args:
             model: from `boost`.
@@ -219,7 +219,7 @@ class Booster:
             gather_dtensor, prefix: arguments of ColossalAI; only the defaults are possible.
 
         Raises:
-            ValueError: `prefix` is given.
+            ValueError: `prefix` or `gather_dtensor` is given.
             CheckpointError: some rank could not write; names the rank and the path.
         """
         if prefix is not None or not gather_dtensor:
@@ -254,7 +254,7 @@ class Booster:
     def save_optimizer(self, optimizer: PipelineOptimizer, checkpoint: PathLike, shard: bool = False) -> None:
         """Save the state of `optimizer`, fp16's loss scale, and what decides the run's random numbers.
 
-        `checkpoint` is a folder with a file for each stage, whatever `shard`. It may be the folder of the model.
+        `checkpoint` is a folder with a file per rank that keeps a part, whatever `shard`. It may be that of the model.
 
         Raises:
             CheckpointError: some rank could not write; names the rank and the path.

@@ -2,7 +2,7 @@
 
 What is accepted as a model: `check_model`, and `check_whole_model` of one that has its weights. The sequence in which
 ranks form its pipelines: `plan_and_build`.
-An elastic run plans by other means: it calls `require_equal_models`, when it is first, and `build`.
+An elastic run plans by other means: it calls `require_equal_models`, where it begins, and `build`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def plan_and_build(
         make: makes the model with this rank's weights for a layout, where `model` has none, and marks packed layers.
 
     Raises:
-        ValueError: on every rank, if the ranks were given different models, or followed one's forward differently.
+        ValueError: on every rank, if the ranks were given different models, or found different units.
     """
     require_equal_models(model, facts, board)
     ranks = world_ranks(board)
@@ -230,8 +230,8 @@ def check_model(model: nn.Module, caller: str) -> None:
             f"this {type(model).__name__} is compiled as a whole: call model.compile() after {caller} instead, which "
             "compiles the blocks of each stage"
         )
-    own = {*vars(model), *model._modules, *model._parameters, *model._buffers}
-    if taken := sorted(own & USED_NAMES):
+    attributes = {*vars(model), *model._modules, *model._parameters, *model._buffers}
+    if taken := sorted(attributes & USED_NAMES):
         raise ValueError(
             f"this {type(model).__name__} has an attribute {taken[0]!r} of its own, which a parallelised model needs "
             "for itself: give it another name"

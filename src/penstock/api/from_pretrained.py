@@ -61,7 +61,8 @@ def from_pretrained(
         The model, or the PeftModel that `adapt` has made of it.
 
     Raises:
-        what `initialize` and `from_pretrained` raise; ValueError for an argument that cannot be combined with stages.
+        what `initialize` and transformers' `from_pretrained` raise; ValueError for an argument that does not go with
+            stages.
     """
     configuration = Configuration.from_any(config, **take_keys(kwargs))
     kind: Any
@@ -160,9 +161,9 @@ def _make_in_stages(
     criterion: Criterion | None,
     example_inputs: Any,
 ) -> Any:
-    """A model whose weights are made where they are held. `call`: the user's, by its name. `make`: of the units of each
-    stage, the stages that this rank holds, and how tensor parallelism shards the whole model's weights, gives the model
-    with this rank's weights."""
+    """A model whose weights are made where they are held. `call`: the user's, by its name. `make`: from the units of
+    each stage, the stages that this rank holds, and how tensor parallelism shards the whole model's weights, makes what
+    `Made` says."""
     with new_job(configuration.time_limit, call=call, patience=configuration.patience) as board:
         skeleton = make_skeleton()
         check_model(skeleton, call)
@@ -172,20 +173,20 @@ def _make_in_stages(
             place, size, sharding = layout.place_of(ranks.rank), layout.tensor_parallel_size, None
             if size > 1:
                 sharding = TensorParallel(skeleton, place.tensor_parallel_rank, size, alias_groups(skeleton))
-            mine = layout.pipelines[place.pipeline]
+            pipeline = layout.pipelines[place.pipeline]
 
             def work() -> tuple[Sequence[str], bool]:
-                made.append(make(mine.stages, mine.stages_of(place.pipeline_rank), sharding))
+                made.append(make(pipeline.stages, pipeline.stages_of(place.pipeline_rank), sharding))
                 if is_peft_model(made[0][0]):
                     from penstock.integrations.peft import initialize_peft
 
                     initialize_peft(made[0][0], lambda base: base)
                 return made[0][1].untied, has_packed(mark_packed(base_of(made[0][0])))
 
-            found = ranks.together("making its part of the model", work)
+            by_rank = ranks.together("making its part of the model", work)
             base: PreTrainedModel = base_of(made[0][0])
-            forget_ties(base, set().union(*(untied for untied, _ in found)))
-            require_packed(base, any(packed for _, packed in found))
+            forget_ties(base, set().union(*(untied for untied, _ in by_rank)))
+            require_packed(base, any(packed for _, packed in by_rank))
             return base
 
         made = list[Made]()

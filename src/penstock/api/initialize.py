@@ -205,8 +205,9 @@ def _plan(model: nn.Module, configuration: Configuration, units_and_costs: Units
 
 def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
     """Whether two stages on each rank are chosen (ZB-V for ZB-H1) where a user leaves the schedule and the stages open:
-    it holds as much, and is predicted to be 1 % faster. Not where replicas add up gradients, which they do at the end
-    of a step then, nor with so few microbatches that messages, of which it has twice as many, might decide."""
+    it holds as much, and is predicted to be 1 % faster. Not with tensor parallelism, nor where replicas add up
+    gradients, which they do at the end of a step then, nor with so few microbatches that messages, of which it has
+    twice as many, might decide."""
     num_ranks = configuration.pipeline_parallel_size
     if configuration.schedule != DEFERRING or configuration.stages or configuration.split_points:
         return False

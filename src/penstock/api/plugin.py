@@ -75,10 +75,10 @@ class HeterogeneousParallelPlugin:
             weights, gradients and optimizer as they are. fp16 scales losses dynamically; a step whose gradients
             overflow on any rank is skipped on all of them.
         max_norm: the optimizer's step clips the norm of the whole model's gradients to this; 0 does not clip.
-        schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` replaces by the
-            model (docs/schedules.md), any of `penstock.schedule.schedule_names()`, or one of your own, as rows or in a
-            .csv file. Under one that puts two stages on each rank, such as `zb-v`, a template of four stages takes two
-            ranks; one of a single stage takes one under any.
+        schedule: of every pipeline, or a dict with one for each template: "auto", which `configure` replaces as suits
+            the model (docs/schedules.md), any of `penstock.schedule.schedule_names()`, or one of your own, as rows or
+            in a .csv file. Under one that puts two stages on each rank, such as `zb-v`, a template of four stages takes
+            two ranks; one of a single stage takes one under any.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of fp16's loss
             scale, see `penstock.runtime.optimizer.LossScale`.
         patience: seconds that a rank waits for others before it logs what it waits for and where the others are.
@@ -90,7 +90,7 @@ class HeterogeneousParallelPlugin:
         loss_chunk_tokens: head and loss of a language model run over so many tokens at a time; see there, too.
         sharded_optimizer: the holders of a parameter divide the optimizer's state, also over unlike pipelines; see
             docs/memory.md and `penstock.Configuration`.
-        context_parallel_size: ranks that share every sequence, each with a part of its tokens: each pipeline of
+        context_parallel_size: pipelines that share every sequence, each with a part of its tokens: each pipeline of
             `set_pipelines` is placed so many times; see docs/long_context.md.
 
     Raises:
@@ -200,7 +200,7 @@ class HeterogeneousParallelPlugin:
                 microbatches.
             TypeError, ValueError: an argument that cannot be used, such as templates of different models, or the
                 schedule is not for a template's stages, or is written for another number of microbatches.
-            RuntimeError: a model is configured already.
+            RuntimeError: a model is configured already, or the plugin has `elastic`.
         """
         if self.settings.elastic is not None:
             raise RuntimeError(
@@ -307,7 +307,7 @@ class HeterogeneousParallelPlugin:
         """A loader of this pipeline's own share of each global batch of samples of `dataset`.
 
         Args:
-            shuffle, seed: whether each epoch has another order of samples, and of which random numbers.
+            shuffle, seed: whether each epoch has another order of samples, and from which random numbers.
             drop_last: leave out an incomplete last batch, which is shared out otherwise.
             collate_fn: makes a microbatch of a list of samples.
             num_workers: processes that load, as of torch's `DataLoader`, which also takes `arguments`.

@@ -74,8 +74,8 @@ class Report:
         if self.reason:
             return "\n".join([*lines, wrapped(f"cannot be split: {self.reason}")])
         if self.inputs_needed:
-            told = f"needs inputs to be followed (--inputs SCRIPT.py:NAME); on those guessed: {self.inputs_needed}"
-            return "\n".join([*lines, wrapped(told)])
+            text = f"needs inputs to be followed (--inputs SCRIPT.py:NAME); on those guessed: {self.inputs_needed}"
+            return "\n".join([*lines, wrapped(text)])
         shown = ", ".join(f"{name}{list(shape)}" for name, shape in self.inputs)
         lines += [wrapped(f"{len(self.units)} units; boundaries shown for {shown}"), f"costs are {self.samples}"]
         groups = self._in_groups()

@@ -32,7 +32,7 @@ from penstock.runtime.inputs import AS_ACCUMULATED
 
 EXACT, ACCUMULATED, NOT_TRIED = "exact", "exact against accumulation", "not tried"
 REFUSED, DIFFERS, FAILED = "refused", "differs", "failed"
-# Sums in another order, in the type the model runs in, relative to the largest entry.
+# What sums in another order may change, by the type that the model runs in, relative to the largest entry.
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 # What the largest entry of the first gradient changes a weight by.
 FIRST_CHANGE = 0.01
@@ -87,7 +87,7 @@ class TrainingResult:
 
 class Comparison:
     """A model parallelised on the ranks of this job, beside the same model unsplit on each of them. It is given whole,
-    without noise, in training, and left alone. Raises whatever the unsplit model raises."""
+    without noise, in training mode, and not changed. Raises whatever the unsplit model raises."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class Comparison:
         messages = [str(w.message) for w in caught if AS_ACCUMULATED in str(w.message)]
         self.model, context = model, model.pipeline.context
         ranks = Ranks(context.groups.world_control, context.board.guard)
-        told = ranks.exchange(messages, "comparing warnings")  # only the rank with the loss warns of it
-        self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in told for text in texts), "")
+        by_rank = ranks.exchange(messages, "comparing warnings")  # only the rank with the loss warns of it
+        self.warned = next((text.partition(f": {AS_ACCUMULATED}")[0] for texts in by_rank for text in texts), "")
         self.losses, scale, weights = ours.losses, FIRST_CHANGE / self.whole.rate, _tensors(model)
         tries: dict[str, Callable[[], Row | None]] = {
             "loss": lambda: self._row("loss", ours.losses, lambda run: run.losses),
@@ -213,11 +213,11 @@ class Comparison:
 
     def _own(self, ours: Named, named: Named) -> Named:
         """Of the unsplit model's tensors, what this rank holds, which are those of `ours`."""
-        own, sharding = {name: named[name] for name in ours if name in named}, self.model.pipeline.split.tensor_parallel
-        for name in own.keys() & (sharding.shards.keys() if sharding is not None else ()):
-            if own[name] is not None:
-                own[name] = sharding.shards[name].take(own[name], sharding.index, sharding.size)
-        return own
+        held, sharding = {n: named[n] for n in ours if n in named}, self.model.pipeline.split.tensor_parallel
+        for name in held.keys() & (sharding.shards.keys() if sharding is not None else ()):
+            if held[name] is not None:
+                held[name] = sharding.shards[name].take(held[name], sharding.index, sharding.size)
+        return held
 
     def _evaluation(self) -> Row:
         self.model.eval()
@@ -240,8 +240,8 @@ class Comparison:
         return theirs
 
     def _tokens(self) -> Row | None:
-        """Greedy tokens, of a model of transformers that generates, for the first microbatch without padding, which
-        belongs on the left here, and no longer in all than what the model was trained with."""
+        """Greedy tokens, of a model of transformers that generates, for the first microbatch without its padding, which
+        would belong on the left, and with the prompt no longer than what the model was trained with."""
         known: Any = self.initial
         if not isinstance(known, PreTrainedModel) or not known.can_generate():
             return None
@@ -308,15 +308,15 @@ def _outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def _furthest(ours: Named, theirs: Named, scale: float | None = None) -> tuple[float, str]:
-    """The largest difference, in parts of `scale` or of a tensor's largest entry above 1, and the name that has it."""
-    found = (
+    """The largest difference, in parts of `scale` or of a tensor's largest entry, at least 1; and the name with it."""
+    differences = (
         (_difference(ours[name], each, scale) if name in ours else math.inf, name) for name, each in theirs.items()
     )
-    return max(found, default=(0.0, ""))
+    return max(differences, default=(0.0, ""))
 
 
 def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None, scale: float | None) -> float:
-    """Infinite for unlike shapes; where one has none, the other is to be zero; 0 for one infinity, or nan, in both."""
+    """Infinite for unlike shapes; where one is None, the other is to be zero; 0 for one infinity, or nan, in both."""
     if ours is None or theirs is None:
         return math.inf if any(each is not None and each.any() for each in (ours, theirs)) else 0.0
     if ours.shape != theirs.shape:

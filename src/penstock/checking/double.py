@@ -103,12 +103,12 @@ def _to(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 def without_noise(model: nn.Module) -> bool:
     """Set all dropout, and what else is random in training by its name, to zero. Whether there was any."""
-    differs = False
+    had_noise = False
     for module in model.modules():
         dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for owner in filter(None, (module, configuration_of(module))):
             for name, value in vars(owner).items():
                 if isinstance(value, (int, float)) and value > 0 and (NOISE.search(name) or (dropout and name == "p")):
                     setattr(owner, name, type(value)(0))
-                    differs = True
-    return differs
+                    had_noise = True
+    return had_noise

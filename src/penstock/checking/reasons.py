@@ -80,7 +80,7 @@ def reason_of_difference(
 
 
 def _forward(model: nn.Module, inputs: Mapping[str, Any], seed: int, other_seed: int) -> tuple[list[Any], nn.Module]:
-    """What a forward of a copy returns, with torch's generators and all others so seeded; and that copy."""
+    """What a forward of a copy returns; and that copy. `seed`: of torch's generators, `other_seed`: of all others."""
     used = copied(model)
     with all_restored(generators_in_use()), torch.no_grad():
         torch.manual_seed(seed)

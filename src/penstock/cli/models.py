@@ -26,9 +26,9 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL_OR_CLASS",
-        help="A folder or name of a checkpoint (only its configuration is read), a class of transformers or "
-        "diffusers such as LlamaForCausalLM (with its default configuration), or MODULE:NAME or SCRIPT.py:NAME of your "
-        "own.",
+        help="A folder or name of a checkpoint (only its configuration is read; verify also reads a folder's weights), "
+        "a class of transformers or diffusers such as LlamaForCausalLM (with its default configuration), or "
+        "MODULE:NAME or SCRIPT.py:NAME of your own.",
     ),
 ]
 Inputs = Annotated[
@@ -66,8 +66,8 @@ def check(
     rows: list[dict[str, Any]] = []
     if stages is not None and report.units:
         sizes = partition([unit.cost for unit in report.units], [1.0] * stages).sizes
-        for own in split_into(report.units, sizes):
-            rows.append({"units": [unit.name for unit in own], "parameters": sum(unit.parameters for unit in own)})
+        for units in split_into(report.units, sizes):
+            rows.append({"units": [unit.name for unit in units], "parameters": sum(unit.parameters for unit in units)})
     if as_json:
         print(json.dumps(report.data() | ({"stages": rows} if stages is not None else {}), indent=1))
     else:
@@ -87,7 +87,7 @@ def verify(
         str | None, typer.Option(help="SCRIPT.py:NAME of the criterion; otherwise the loss is the model's own.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the options below.")
+        str | None, typer.Option(help="A JSON file, as for initialize(); in place of the next three options.")
     ] = None,
     stages: Annotated[int | None, typer.Option(min=1, help="pipeline_parallel_size; 2 by default.")] = None,
     microbatches: Annotated[int | None, typer.Option(min=1, help="num_microbatches.")] = None,
@@ -124,7 +124,7 @@ def verify(
         Console(stderr=True).print("warning: --batch is now --inputs, as in the other commands", highlight=False)
         inputs = inputs or batch
     make = named(model) if ":" in model else subject_of(model)
-    found = verify_model(
+    result = verify_model(
         (lambda: make) if isinstance(make, torch.nn.Module) else make,
         None if inputs is None else named(inputs),
         config=config or {"pipeline_parallel_size": 2, **given},
@@ -133,8 +133,8 @@ def verify(
         layers=layers,
         trust_remote_code=trust_remote_code,
     )
-    print(json.dumps(found.data(), indent=1) if as_json else found.render())
-    if not found.exact:
+    print(json.dumps(result.data(), indent=1) if as_json else result.render())
+    if not result.exact:
         raise typer.Exit(1)
 
 
@@ -142,8 +142,8 @@ def verify(
 def waiting(text: str) -> Iterator[None]:
     """A spinner on stderr while something is made, if that is a terminal. Nothing may be printed meanwhile."""
     console = Console(stderr=True)
-    turns = console.is_terminal and "JPY_PARENT_PID" not in os.environ  # a notebook's cell keeps every frame
-    with console.status(f"{text} ...") if turns else nullcontext():
+    shown = console.is_terminal and "JPY_PARENT_PID" not in os.environ  # a notebook's cell keeps every frame
+    with console.status(f"{text} ...") if shown else nullcontext():
         yield
 
 
@@ -152,9 +152,9 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
     import transformers
 
     if ":" in model:
-        found = _made(model)
-    elif (found := _of_diffusers(model)) is None:
-        found = model
+        subject = _made(model)
+    elif (subject := _of_diffusers(model)) is None:
+        subject = model
         if not Path(model).exists() and not (model[:1].isupper() and model.isidentifier()):
             _look_for_a_hub()
         elif not Path(model).exists() and not hasattr(transformers, model):
@@ -169,10 +169,10 @@ def subject_of(model: str, inputs: str | None = None) -> Any:
 
         given: Any = named(inputs)
         given = given() if callable(given) else given
-        found = found if isinstance(found, nn.Module) else build_on_meta(found)
+        subject = subject if isinstance(subject, nn.Module) else build_on_meta(subject)
         # What the forward does not take is for a criterion.
-        remember_example_inputs(found, inputs_of_forward(found, given) if isinstance(given, Mapping) else given)
-    return found
+        remember_example_inputs(subject, inputs_of_forward(subject, given) if isinstance(given, Mapping) else given)
+    return subject
 
 
 def _made(reference: str) -> Any:
@@ -181,16 +181,16 @@ def _made(reference: str) -> Any:
     import torch
     from transformers import PreTrainedModel
 
-    found = named(reference)
+    target = named(reference)
     own_class = (
-        isinstance(found, type) and issubclass(found, torch.nn.Module) and not issubclass(found, PreTrainedModel)
+        isinstance(target, type) and issubclass(target, torch.nn.Module) and not issubclass(target, PreTrainedModel)
     )
-    if isinstance(found, torch.nn.Module) or not (callable(found) and (own_class or not isinstance(found, type))):
-        return found
+    if isinstance(target, torch.nn.Module) or not (callable(target) and (own_class or not isinstance(target, type))):
+        return target
     with suppress(Exception), torch.device("meta"):  # a constructor may compute with numbers
-        return found()
+        return target()
     try:
-        return found()
+        return target()
     except Exception as error:
         advice = ": name a function without arguments that returns the model" if own_class else ""
         raise ValueError(f"{reference} does not make a model: {type(error).__name__}: {error}{advice}") from error
@@ -230,13 +230,13 @@ def _look_for_a_hub() -> None:
             socket.create_connection(
                 (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), 2
             ).close()
-            found.set()
+            answered.set()
 
-    found, proxies = threading.Event(), getproxies()
+    answered, proxies = threading.Event(), getproxies()
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(2)
-    if not found.is_set() and not proxies:
+    if not answered.is_set() and not proxies:
         constants.HF_HUB_OFFLINE = True
 
 
@@ -249,9 +249,9 @@ def named(reference: str) -> Any:
             raise ValueError(f"there is no file {module_name}")
         module_name = file.removesuffix(".py")
     sys.path.insert(0, folder)
-    found: Any = importlib.import_module(module_name)
+    value: Any = importlib.import_module(module_name)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise ValueError(f"module {module_name} has no {name!r}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value

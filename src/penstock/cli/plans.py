@@ -47,7 +47,7 @@ Speed = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % of it)."),
+    typer.Option(help="Memory of each device for the run: 24GB, or a100=36GB,t4=14GB (default: 90 % if known)."),
 ]
 
 
@@ -99,7 +99,7 @@ def profile(
 ) -> None:
     """Measure what each unit of a model costs on this device, and under a launcher the links between ranks.
 
-    Each kind of unit is run alone, so the model needs not fit the device.
+    Each kind of unit is run alone, so the model need not fit the device.
 
     Example: penstock profile GPT2LMHeadModel --microbatch-size 4 --length 512 -o profile.json
     """
@@ -207,27 +207,27 @@ def plan(
                     f"{profile} says what the model is: give --quantization, --lora-rank, --inputs and "
                     "--loss-chunk-tokens to an estimate, without --profile, or the last two to `penstock profile`"
                 )
-            found = Profile.read(profile)
+            profiled = Profile.read(profile)
             type_name = None if dtype is None else str(_dtype(dtype)).removeprefix("torch.")
             given: dict[str, int | str | None]
             given = {"microbatch-size": microbatch, "length": length, "dtype": type_name, "optimizer": optimizer}
-            _refuse_others(profile, found, model, given)
-            classes = parse_devices(devices, memory, speed, found.measured_on)
-            microbatch = int(found.about.get("microbatch", 4))
+            _refuse_others(profile, profiled, model, given)
+            classes = parse_devices(devices, memory, speed, profiled.measured_on)
+            microbatch = int(profiled.about.get("microbatch", 4))
         else:
             classes = parse_devices(devices, memory, speed)
             whole, microbatch = _model(model, inputs, microbatch, 4, dtype, quantization, lora_rank)
-            found = profile_model(
+            profiled = profile_model(
                 whole, microbatch, length or 128, operations_per_second=_fastest([kind.name for kind in classes]),
                 optimizer_states=_states(optimizer or "adam"),
                 loss_chunk_tokens=loss_chunk_tokens,
             )  # fmt: skip
         if schedule not in (AUTO, *schedule_names()):
             raise ValueError(f"unknown schedule {schedule!r}: known are {', '.join((AUTO, *schedule_names()))}")
-        links = found.inside or USUAL_INSIDE, found.between or USUAL_BETWEEN
+        links = profiled.inside or USUAL_INSIDE, profiled.between or USUAL_BETWEEN
         cluster = Cluster(classes, parse_nodes(nodes) if nodes else (), *links)
         names = planned_schedules() if schedule == AUTO else (schedule,)
-        whole_sequences = Job(found, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
+        whole_sequences = Job(profiled, cluster, _microbatches(global_batch, microbatch, 64), copies, schedules=names)
         job = share_sequences(whole_sequences, context_parallel)
         if job is None:
             raise ValueError(
@@ -253,7 +253,7 @@ def plan(
         else plans_table(plans, equal, words)
     )
     if plot is not None:
-        path = write_timeline(plans[0].simulation.events, plot, f"{found.model}: a step as predicted")
+        path = write_timeline(plans[0].simulation.events, plot, f"{profiled.model}: a step as predicted")
         if not as_json:
             print(f"drawn to {path}")
 
@@ -276,7 +276,7 @@ def _refuse_others(file: Path, profile: Profile, model: str, given: Mapping[str,
 
 
 def _microbatches(global_batch: int | None, microbatch: int, usual: int) -> int:
-    """How many a step has: those of the `usual` number of samples, or a little more, if none is given."""
+    """How many microbatches a step has: if no global batch is given, as many as hold the `usual` number of samples."""
     if global_batch is not None and global_batch % microbatch:
         raise ValueError(
             f"a global batch of {global_batch} samples is no whole number of microbatches of {microbatch}: give "
@@ -295,8 +295,8 @@ def _model(
     rank: int | None = None,
 ) -> tuple[nn.Module, int]:
     """The user's MODEL, and the samples of a microbatch: those given, those of its inputs, or the `usual` number. It is
-    of type `dtype`; None is float32, but what a user's own code makes is then as it was made. With a packed base and
-    adapters."""
+    of type `dtype`; None is float32, but what a user's own code makes is then as it was made. With adapters
+    and a packed base, where these are asked for."""
     from torch import nn
 
     from penstock.checking.check import build_on_meta

@@ -128,11 +128,11 @@ def draw(
 
 def _numbers(names: Sequence[str], ranks: int | None, microbatches: int | None) -> tuple[int, int]:
     """Ranks and microbatches: those given, else those of the first schedule that is a file, else 4 and 8."""
-    found = 4, 8
+    usual = 4, 8
     if (file := next((name for name in names if name.endswith(".csv")), None)) and None in (ranks, microbatches):
         written = load_schedule(file)
-        found = written.num_ranks, written.num_microbatches
-    return found[0] if ranks is None else ranks, found[1] if microbatches is None else microbatches
+        usual = written.num_ranks, written.num_microbatches
+    return usual[0] if ranks is None else ranks, usual[1] if microbatches is None else microbatches
 
 
 def _costs(schedule: Schedule, numbers: dict[str, str], **of_links: float) -> Costs:

@@ -23,7 +23,7 @@ RENAMED = {"micro_batch_size": "microbatch_size"}
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be used. The message names the key, its value and the possible values."""
+    """A configuration that cannot be used. An error about a value names its key, the value and the possible ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Configuration:
             docs/long_context.md.
         microbatch_size: samples in a microbatch, or None.
         num_microbatches: microbatches in a batch, or None: as many as a schedule of your own is written for, otherwise
-            4 for each rank. At most one of the two may be given.
+            4 for each rank, or one for each sample if these are fewer. At most one of the two may be given.
         batch_dim: for inputs whose samples are not along the first dimension, by name, the dimension that has them, or
             None for an input without samples, which goes whole to every microbatch.
         loss_chunk_tokens: in training the head and the loss of a language model run over so many tokens at a time, and

@@ -12,8 +12,8 @@ from typing import Any
 from penstock.arguments import check_count, check_number
 from penstock.modeling.pipeline_template import PipelineTemplate
 
-# How long a transfer of an elastic run may take: a rank that writes a checkpoint lets the others wait. One that stands
-# still is noticed by its heartbeat.
+# How long a transfer of an elastic run may take: a rank that writes a checkpoint keeps the others waiting. One that
+# stands still is noticed by its heartbeat.
 ELASTIC_TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -31,7 +31,7 @@ class Elastic:
         hang_timeout: seconds of silence after which a process counts as lost although its connections are open; after
             10 s while a new generation forms.
         templates: the pipelines to choose from; none: the planner makes them.
-        memory: bytes of each device that the run may use; None: what a GPU has, no limit on a CPU.
+        memory: bytes of each device that the run may use; None: nine tenths of a GPU's, no limit on a CPU.
         bandwidth: bytes per second of a link; with `horizon` it decides how much may move for a faster layout.
         horizon: seconds that a layout is expected to last.
         run: the run's name; runs with different names share a store.

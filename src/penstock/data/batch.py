@@ -113,7 +113,7 @@ def microbatches_of(
     """The microbatches of a model call's keyword arguments, and the number of samples in each. Inputs from a
     `MicrobatchedBatch` keep its microbatches (perhaps none), and others are split to fit. An ordinary batch is split by
     `microbatch_sizes`; images and other media go with the sample in whose text their tokens stand, if `media` tells
-    these. Raises what is raised by those that it calls."""
+    these. Raises ValueError for inputs with different numbers of microbatches, and what its callees raise."""
     given = {name: value for name, value in inputs.items() if isinstance(value, PerMicrobatch)}
     inputs = {name: value if name in given else walkable(name, value) for name, value in inputs.items()}
     if not given:
@@ -144,11 +144,11 @@ def with_one_sample_more(
     first = named_tensors(split_batch(inputs, size, [1, size - 1], rows, dims)[0] if size > 1 else inputs)
 
     def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        one, dim = first.get(name), batch_dim(name, tensor, dims)
+        rows_of_first, dim = first.get(name), batch_dim(name, tensor, dims)
         has_rows = rows_of(name, tensor, dims) == size and not IN_A_LIST.search(name)
-        if one is None or dim is None or not (name in rows or has_rows):
+        if rows_of_first is None or dim is None or not (name in rows or has_rows):
             return tensor
-        return torch.cat([tensor, one if name in rows else one.narrow(dim, 0, 1)], dim)
+        return torch.cat([tensor, rows_of_first if name in rows else rows_of_first.narrow(dim, 0, 1)], dim)
 
     return {name: map_tensors(grown, name, value) for name, value in inputs.items()}
 
@@ -167,10 +167,10 @@ def to_device(value: Any, device: torch.device | str | int, non_blocking: bool =
 def place(
     microbatches: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-    """The microbatches with all tensors on `device`, an accelerator, and the same ones with those tensors that the host
-    can read. Tensors from the CPU are copied through pinned memory, and the host waits for nothing. Those on the device
-    are copied to the host if they are small and hold integers or booleans (ids, labels, masks): it waits once for all
-    of them."""
+    """The microbatches with all tensors on `device`, an accelerator, and the same ones with tensors that the host can
+    read, where there are such. Tensors from the CPU, but those inside other inputs, are copied through pinned memory,
+    and the host does not wait. Those on the device are copied to the host if they are small and hold integers or
+    booleans (ids, labels, masks): it waits once for all of them."""
     copies: dict[Any, torch.Tensor] = {}
 
     def to_the_device(tensor: torch.Tensor) -> torch.Tensor:

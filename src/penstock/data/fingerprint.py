@@ -21,16 +21,16 @@ SAMPLED_ELEMENTS = 2048
 def fingerprint(inputs: Mapping[str, Any]) -> int:
     """Return a 63-bit digest of a batch, the same in every process that holds an equal batch.
 
-    Covered: names (in any order), shapes, dtypes, numbers, strings, and the content of CPU tensors and numpy arrays:
-    whole up to 64 KiB each, beyond that an evenly strided sample of about 2048 elements, so a change of a few elements
-    in a large tensor may go unseen. Tensors on accelerators count by shape and dtype only, because reading them would
-    wait for the device; so do sparse, complex, meta and subclassed ones. Other objects count by their class.
+    Covered: names (in any order), shapes, dtypes, numbers, strings, and the content of CPU tensors and numpy arrays of
+    up to 64 KiB each; of larger tensors an evenly strided sample of about 2048 elements, so a change of a few elements
+    may go unseen; of larger arrays none. Tensors on accelerators count by shape and dtype only, because reading them
+    would wait for the device; so do sparse, complex, meta and subclassed ones. Other objects count by their class.
 
-    The ranks of one pipeline compare it to notice that they were given different batches. It is no protection against
-    a batch made to collide.
+    Ranks that take one batch compare it to notice that they were given different ones. It is no protection against a
+    batch made to collide.
     """
-    told = repr(_told(inputs)).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little") >> 1
+    plain = repr(_told(inputs)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(plain, digest_size=8).digest(), "little") >> 1
 
 
 def described(inputs: Mapping[str, Any], sizes: Sequence[int]) -> tuple[int, int, dict[str, list[Any]]]:

@@ -15,9 +15,9 @@ from penstock.data.sampler import BatchShare, HeterogeneousSampler
 from penstock.random_state import seeded
 
 CollateFunction = Callable[[list[Any]], Any]
-# The inputs' names, the microbatches, the samples of the whole global batch and of the epoch before it, and the
-# microbatches of other pipelines before these. Plain containers, because torch's pinning of memory rebuilds mappings of
-# other classes as dictionaries.
+# The inputs' names, the microbatches, and the numbers of samples of the whole global batch and of the epoch before it,
+# and of other pipelines' microbatches before these. Plain containers, because torch's pinning of memory rebuilds
+# mappings of other classes as dictionaries.
 Fetched = tuple[list[str], list[Any], int, int, int]
 
 # What this loader decides itself, and the argument to use instead.
@@ -35,8 +35,8 @@ POSITION_MEANING = ("num_samples", "shuffle", "seed")
 class HeterogeneousDataLoader(DataLoader[Any]):
     """Loads one pipeline's share of each global batch, as a `MicrobatchedBatch`.
 
-    Every sample comes exactly once per epoch over all pipelines; the samples (not whole batches) are shuffled anew each
-    epoch, by `seed` and the epoch's number. Epochs advance by themselves when one has been read to its end;
+    Every sample comes exactly once per epoch over all pipelines; `shuffle` shuffles samples (not whole batches) anew
+    each epoch, by `seed` and the epoch's number. Epochs advance by themselves when one has been read to its end;
     `set_epoch` chooses one. All ranks of one pipeline load the same batches.
 
     An incomplete last global batch (`drop_last=False`) is shared out so that every pipeline gets a microbatch if there
@@ -208,7 +208,7 @@ class Batches(Iterator[Any]):
         loader = self._loader
         position = self.position
         if self._fetched is None or self._shared != loader._num_reshared:
-            self._fetched = None  # workers of the one before end first
+            self._fetched = None  # its workers end before new ones begin
             self._fetched, self._shared = loader._fetch(self._epoch, position), loader._num_reshared
         try:
             names, microbatches, num_samples, start, first_microbatch = next(self._fetched)

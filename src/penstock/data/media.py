@@ -73,7 +73,7 @@ class MediaTokens:
 def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, list[int]]:
     """For each input that holds media, how many of its rows belong to each sample, in order.
 
-    Inputs that have one row for each sample anyway, and those of a batch whose text does not tell, are left out.
+    Inputs whose rows are samples, and those of a batch whose text does not tell, are left out.
 
     Args:
         inputs: a batch of a model's arguments, with `input_ids` or `mm_token_type_ids` of shape (batch, tokens).
@@ -118,7 +118,7 @@ def rows_of_media(inputs: Mapping[str, Any], media: MediaTokens) -> dict[str, li
 def _shares_that_fit(
     counts: Sequence[int], weights: Sequence[float] | None, number: int, runs: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Possible numbers of images for each sample, the most certain first: by `weights` in proportion to which images
+    """Possible numbers of images for each sample, the most certain first: by `weights`, in proportion to which images
     may have placeholders, if known; equal ones; by the `runs` of placeholders that each sample has."""
     for guess in (weights, [1.0] * number):
         if guess is not None and (shares := _in_proportion(counts, guess)) is not None:
@@ -143,7 +143,7 @@ def _in_proportion(counts: Sequence[int], weights: Sequence[float]) -> list[int]
 
 
 def _merged(patches: Sequence[int] | None, kind: str, inputs: Mapping[str, Any]) -> list[float] | None:
-    """The weight of each image: its patches, in the groups that one placeholder stands for, where they differ."""
+    """The weight of each image: its patches, in groups for one placeholder where the batch has their sizes."""
     if patches is None:
         return None
     sizes = inputs.get(f"{kind}_merge_sizes")

@@ -13,7 +13,7 @@ import torch
 
 from penstock.nested import items_of, named_tensors, with_items
 
-# For an input, or all tensors inside it, the dimension that has the samples, if it is not the usual one; None: no one.
+# For an input, or all tensors inside it, the dimension that has the samples, if not the usual one; None: none has.
 BatchDims = Mapping[str, int | None]
 NO_DIMS: BatchDims = MappingProxyType({})
 # Names of tensors inside an entry of a list: of one sample, or one layer.

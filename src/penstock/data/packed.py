@@ -37,7 +37,7 @@ def cut_packed(inputs: Mapping[str, Any], num_microbatches: int, first_microbatc
 
     Args:
         inputs: for which `is_packed` holds: tensors of shape (1, tokens), and `LENGTHS`, which each piece gets anew.
-            Tensors without dimensions and values that are no tensors are left out: give them beside the pieces.
+            All others are left out: give them beside the pieces.
         first_microbatch: see `MicrobatchedBatch`.
     """
     positions = inputs["position_ids"][0]

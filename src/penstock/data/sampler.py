@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One pipeline's part of one global batch of `num_samples`: the indices of its samples, of which there are none if
-    the batch has fewer than there are pipelines. `start`: samples of `epoch` before the batch. `first_sample`: the
+    """One pipeline's part of one global batch of `num_samples`: the indices of its samples, of which there may be none
+    if the batch has fewer than there are pipelines. `start`: samples of `epoch` before the batch. `first_sample`: the
     index of the batch's first one. `first_microbatch`: how many microbatches other pipelines have before this one."""
 
     microbatches: tuple[tuple[int, ...], ...]

@@ -62,10 +62,10 @@ class TokenChoice:
 
         def get_stopping_criteria(*args: Any, **kwargs: Any) -> StoppingCriteriaList:
             criteria = original(*args, **kwargs)
-            own = any(type(criterion) not in CRITERIA_OF_TOKENS for criterion in criteria)
+            may_differ = any(type(criterion) not in CRITERIA_OF_TOKENS for criterion in criteria)
             if self._logits_everywhere and len(decoding.ranks) > 1:  # otherwise all ranks have the same
-                own = any(rank[0] for rank in decoding.gather([own]))
-            if own:
+                may_differ = any(rank[0] for rank in decoding.gather([may_differ]))
+            if may_differ:
                 criteria = SharedCriteria(criteria, decoding)
             return ExchangeTokens(criteria, decoding) if decoding.group.tokens_only else criteria
 
@@ -110,7 +110,7 @@ class RowsOfBatch(TorchFunctionMode):
         super().__init__()
         self.num_draws = 0
         self._start, self._samples, self._total = start, stop - start, total
-        # By the kind of the tensors that are drawn from; an accelerator's own may be one of the CPU's by its type.
+        # By the device type of the tensors that are drawn from; an accelerator's generator may be of the CPU's type.
         self._originals = dict(zip(("cpu", device.type), generators_of(device), strict=False))
         self._generators = {kind: each.clone_state() for kind, each in self._originals.items()}
         self._batch: torch.Tensor | None = None
@@ -134,9 +134,9 @@ class RowsOfBatch(TorchFunctionMode):
             self._originals[kind].set_state(generator.get_state())
 
     def _draw(self, input: torch.Tensor, num_samples: int, replacement: bool = False, **kwargs: Any) -> torch.Tensor:
-        each = input.shape[0] // self._samples
-        batch, start = self._batch, self._start * each
-        shape = (self._total * each, *input.shape[1:])
+        per_sample = input.shape[0] // self._samples
+        batch, start = self._batch, self._start * per_sample
+        shape = (self._total * per_sample, *input.shape[1:])
         if batch is None or batch.shape != shape or batch.dtype != input.dtype:
             batch = self._batch = torch.ones(shape, dtype=input.dtype, device=input.device)
         rows = slice(start, start + input.shape[0])

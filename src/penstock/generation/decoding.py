@@ -214,7 +214,7 @@ class Decoding:
         return False
 
     def in_groups(self, loops: Sequence[Callable[[], T]]) -> list[T]:
-        """Run one loop for each group of a batch, all of which make their forwards on the stages; return what they do.
+        """Run one loop for each group of a batch, all of which make their forwards on the stages; return their results.
 
         The first error of a loop ends all of them and is raised: each at the end of the forward that it has begun, as
         other ranks have done their part of that, or wait for this rank's. Every rank passes equal loops.
@@ -315,12 +315,12 @@ class Decoding:
             yield
             return
         with self._exchange("sharing the random state"):
-            own = adopt_random_state(self.ranks[0], self._process_groups.model_parallel_control, self._device)
+            before = adopt_random_state(self.ranks[0], self._process_groups.model_parallel_control, self._device)
         try:
             yield
         finally:
-            if own is not None:
-                set_states(generators_of(self._device), own)
+            if before is not None:
+                set_states(generators_of(self._device), before)
 
     # -- a forward -------------------------------------------------------------------------------------------------
 
@@ -451,7 +451,7 @@ class Decoding:
             self._turns.yield_until(self._clock.time(self.group.forwards, self.number, stage))
 
     def _prefill(self, inputs: Mapping[str, Any]) -> Prefill | None:
-        """How the prompts of a group are worked on in parts, so that the next stage has not to wait for all of them."""
+        """How the prompts of a group are worked on in parts, so that the next stage need not wait for all of them."""
         return Prefill.of(inputs, LEAST_TOKENS if self._device.type == "cpu" else LEAST_TOKENS_ELSEWHERE)
 
     # -- the result ------------------------------------------------------------------------------------------------

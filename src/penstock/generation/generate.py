@@ -162,16 +162,16 @@ def _streaming(arguments: dict[str, Any], any_streamer: bool, is_first: bool, ev
     """Inside, the streamer of the first rank that was given one streams, or all do. `arguments`: of generate(); the
     streamer among them is replaced where it is not to stream. `any_streamer`: whether a rank of the pipeline was given
     one; `is_first`: whether this is the first of these ranks."""
-    own: Any = arguments.get("streamer")
-    streams = own is not None and (is_first or everywhere)
+    streamer: Any = arguments.get("streamer")
+    streams = streamer is not None and (is_first or everywhere)
     if any_streamer and not streams:
         arguments["streamer"] = SilentStreamer()
     try:
         yield
     finally:
         # Whoever iterates over a streamer that was given nothing shall not wait for ever.
-        if not streams and (hasattr(own, "__iter__") or hasattr(own, "__aiter__")):
-            own.end()
+        if not streams and (hasattr(streamer, "__iter__") or hasattr(streamer, "__aiter__")):
+            streamer.end()
 
 
 def _refuse(arguments: Mapping[str, Any], model: nn.Module) -> None:
@@ -211,7 +211,7 @@ def _refuse_quantised_cache(arguments: Mapping[str, Any], implementation: str | 
 def _compare(
     arguments: Mapping[str, Any], options: Mapping[str, Any], decoding: Decoding, called: str = "generate()"
 ) -> tuple[tuple[bool, bool], bool]:
-    """Compare the ranks' arguments. Returns whether a rank was given a streamer and this rank is the first of these;
+    """Compare the ranks' arguments. Returns whether a rank was given a streamer, and whether this is the first such;
     whether one was given criteria. Raises ValueError, on every rank, if their arguments differ."""
     described = {name: _described(value) for name, value in arguments.items() if name not in INDIVIDUAL_ARGUMENTS}
     streams, stops = arguments.get("streamer") is not None, bool(arguments.get("stopping_criteria"))

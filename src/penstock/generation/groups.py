@@ -20,12 +20,12 @@ from penstock.data.microbatch import batch_size_of, microbatch_sizes, split_batc
 from penstock.generation.decoding import decoding_of, in_turns
 from penstock.generation.turns import refusal_of_threads
 
-# With fewer samples for each stage, the groups would read all weights for too few tokens.
+# With fewer samples for each rank, the groups would read all weights for too few tokens.
 LEAST_SAMPLES = 2
 # Arguments with which decoding looks at more than the last position's logits.
 MANY_POSITIONS = ("assistant_model", "custom_generate", "prompt_lookup_num_tokens")
-# Arguments and settings with which something looks at the whole batch, or at more than its tokens: every rank then gets
-# the logits of the whole batch, with the reason.
+# Arguments and settings with which something looks at the whole batch, or at more than its tokens, and what that is:
+# every rank then gets the logits of the whole batch.
 LOGITS_EVERYWHERE = {
     "streamer": "a streamer is given the whole batch's tokens",
     "logits_processor": "a logits processor of your own may look at the whole batch",
@@ -37,7 +37,7 @@ LOGITS_EVERYWHERE = {
     "watermarking_config": "a watermark is made for the whole batch",
     **dict.fromkeys(MANY_POSITIONS, "another model, a lookup or a function of yours proposes the tokens"),
 }
-# Those with which only the order of the stages is that of one group.
+# Those that only keep the batch in one group.
 TOGETHER = {
     "stop_strings": "stop strings are looked for in the whole batch",
     "past_key_values": "a cache is given, of the whole batch",
@@ -166,12 +166,12 @@ def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
 @contextmanager
 def said_once() -> Iterator[None]:
     """Inside, transformers logs a message once instead of once for each group."""
-    said: set[str] = set()
+    seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        new = text not in said
-        said.add(text)
+        new = text not in seen
+        seen.add(text)
         return new
 
     loggers = [logging.getLogger(f"transformers.generation.{name}") for name in ("utils", "configuration_utils")]

@@ -68,7 +68,7 @@ class Series:
     ) -> None:
         self._headers, self._channels, self._device, self._check = headers, channels, device, check
         self._known: dict[Hashable, Specs] = {}
-        # The first kind of each family with what it consists of, and whether others have the same; None if not.
+        # The first kind of each family with what it consists of, and whether another has the same; None: one differs.
         self._families: dict[Hashable, tuple[Hashable, Specs, bool | None]] = {}
         self._expected: deque[ExpectedMessage] = deque()
         # How many of the expected are posted: the first ones.
@@ -115,7 +115,7 @@ class Series:
         return expected
 
     def take(self, expected: ExpectedMessage) -> list[torch.Tensor]:
-        """The tensors of the oldest message that was not taken yet. On an accelerator only the stream waits."""
+        """The tensors of the oldest message that was not taken yet. An accelerator's host waits for a header only."""
         if self._expected[0] is not expected:
             raise RuntimeError("messages were taken in another order than their receives were posted in")
         (channel,) = self._channels
@@ -193,11 +193,11 @@ def series_of_results(channels: P2PChannels, context: RankContext) -> Series:
     """The series of results of forwards. The rank of the last stage gives them."""
     gives = context.holds_output
     ranks = context.pipeline.ranks(context.place.tensor_parallel_rank)
-    takers = [(number, rank) for number, rank in enumerate(ranks) if rank != context.output_rank]
+    peers = [(number, rank) for number, rank in enumerate(ranks) if rank != context.output_rank]
     if not gives:
-        takers = [(number, context.output_rank) for number, rank in takers if rank == context.rank]
+        peers = [(number, context.output_rank) for number, rank in peers if rank == context.rank]
     headers, results = (
-        [channels.channel(number, kind, gives, peer) for number, peer in takers]
+        [channels.channel(number, kind, gives, peer) for number, peer in peers]
         for kind in (Message.RESULT_HEADER, Message.RESULT)
     )
     return Series(headers, results, context.device)

@@ -60,8 +60,8 @@ class SingleForwards:
     def __init__(self, context: RankContext, split: SplitModel, channels: P2PChannels) -> None:
         self.seed: int | None = None
         self._split, self._channels, self._device = split, channels, context.device
-        self._own_stages = own = context.stages
-        runs = groupby(enumerate(own), lambda numbered: numbered[1] - numbered[0])
+        self._own_stages = stages = context.stages
+        runs = groupby(enumerate(stages), lambda numbered: numbered[1] - numbered[0])
         self.consecutive_stages = [[stage for _, stage in run] for _, run in runs]
         last = context.pipeline.num_stages - 1
         # The series over the boundaries to other ranks, by the stage of this rank.
@@ -69,9 +69,9 @@ class SingleForwards:
             {
                 stage: series_over(self._channels, boundary, downstream, self._device)
                 for stage, boundary, neighbour in (
-                    (each, each - downstream, each + (-1 if downstream else 1)) for each in own
+                    (each, each - downstream, each + (-1 if downstream else 1)) for each in stages
                 )
-                if 0 <= neighbour <= last and neighbour not in own
+                if 0 <= neighbour <= last and neighbour not in stages
             }
             for downstream in (True, False)
         )
@@ -132,7 +132,7 @@ class SingleForwards:
             self._ask_ahead(begun, self._own_stages[self._own_stages.index(stage) + 1])
 
     def _next_seed(self, plan: DataflowPlan) -> int | None:
-        """Where random numbers are drawn: a seed of its own for every forward, so that no rank's generator moves."""
+        """Where random numbers are drawn: a seed of its own for each forward, so that all generators move alike."""
         if not self._split.draws(plan):
             return None
         self.seed = int(torch.randint(1 << 62, ())) if self.seed is None else mixed(self.seed, 1)
@@ -253,10 +253,10 @@ class StageCaches:
         for layer in (layer for layer, owner in self._owner_of_all.items() if owner == stage):
             decoder_part(cache).layers[layer] = decoder_part(source).layers[layer]
             if isinstance(cache, EncoderDecoderCache) and isinstance(source, EncoderDecoderCache):
-                own, theirs = cache.cross_attention_cache.layers, source.cross_attention_cache.layers
-                own += theirs[len(own) :]
+                layers, theirs = cache.cross_attention_cache.layers, source.cross_attention_cache.layers
+                layers += theirs[len(layers) :]
                 if layer < len(theirs):
-                    own[layer] = theirs[layer]
+                    layers[layer] = theirs[layer]
                 cache.is_updated[layer] = source.is_updated.get(layer, False)
 
     def _view(self, whole: Cache, stage: int) -> Cache:

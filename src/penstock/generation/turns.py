@@ -44,11 +44,11 @@ class Turns:
             self._wait(mine)
 
     def run(
-        self, loops: Sequence[Callable[[], T]], device: torch.device, interrupted: Callable[[BaseException], Any]
+        self, loops: Sequence[Callable[[], T]], device: torch.device, on_interrupt: Callable[[BaseException], Any]
     ) -> list[T]:
         """Run all loops, the first one in this thread; return their results in order, or raise the first error, after
-        which every loop ends itself at the end of what it has begun. `interrupted`: called with what a signal raises in
-        this thread, also in another loop's turn; must end whatever that loop waits for."""
+        which every loop ends itself at the end of what it has begun. `on_interrupt`: called with what a signal raises
+        in this thread, also in another loop's turn; must end whatever that loop waits for."""
         results: list[Any] = [None] * len(loops)
         settings = _ThreadSettings(device)
 
@@ -67,7 +67,7 @@ class Turns:
 
         def interrupt(error: BaseException) -> None:
             self.error = self.error or error
-            interrupted(error)
+            on_interrupt(error)
             for door in self._doors:  # it is not known who was on the way through one
                 door.release()
 

@@ -1,1 +1,1 @@
-"""Which units each rank holds: templates, partitions, pipelines placed on ranks. Pure Python, no torch."""
+"""Which units each rank holds: templates, partitions, pipelines placed on ranks. Needs no torch."""

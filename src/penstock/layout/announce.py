@@ -16,8 +16,8 @@ logger = logging.getLogger("penstock")
 
 @dataclass(frozen=True)
 class Announcement:
-    """What is said of the pipelines of a run: of each its schedule and microbatches in words, and what its units cost,
-    by name, for so many `samples`."""
+    """What is said of the pipelines of a run: of each its schedule and microbatches in words; what the model's units
+    cost, by name; and for which `samples`, in words."""
 
     model_name: str
     layout: Layout

@@ -96,7 +96,7 @@ def _sums_before(values: Sequence[float]) -> np.ndarray:
 
 
 class _Runs:
-    """Seconds of every run of at most `most` units on each device: from a first unit on, by their number less 1."""
+    """Seconds of every run of at most `most` units on each device: row by first unit, column by number of units - 1."""
 
     def __init__(
         self,

@@ -169,17 +169,17 @@ def check_schedule(schedule: Schedules) -> None:
         for template in schedule:
             if not isinstance(template, StageTemplate):
                 raise TypeError(f"the keys of schedule must be pipeline templates, got {template!r}")
-    for one in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
-        if not isinstance(one, str | Path | Sequence):
+    for given in schedule.values() if isinstance(schedule, Mapping) else (schedule,):
+        if not isinstance(given, str | Path | Sequence):
             raise TypeError(
                 "schedule must be a name, the path of a .csv file, a list with a row for each rank, or a dict with one "
-                f"of these for each template, got {one!r}"
+                f"of these for each template, got {given!r}"
             )
-        written_schedule(one)
+        written_schedule(given)
 
 
 def schedule_maker(template: StageTemplate, schedule: Schedules) -> Callable[[int], Schedule]:
-    """What makes a template's schedule for any number of microbatches. It tells the template's ranks, too.
+    """What makes a template's schedule for any number of microbatches, which also tells how many ranks it takes.
 
     A template of one stage takes one rank under any named schedule. `schedule`: of all templates, or a dict with one
     for each."""

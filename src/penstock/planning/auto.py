@@ -16,7 +16,7 @@ from penstock.planning.planner import Infeasible, equal_pipelines, explain, make
 from penstock.planning.profile import Profile
 from penstock.planning.profiling import profile_model
 
-# A step of replicas has at least so many microbatches on each pipeline where nobody says how many.
+# A step has so many microbatches on each pipeline where nobody says how many.
 DEFAULT_MICROBATCHES = 8
 
 

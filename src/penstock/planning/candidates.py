@@ -99,7 +99,7 @@ class LayoutSearch:
         return best[:1] + [splits for splits in tidied if splits not in best] + best[1:]
 
     def _tidy(self, split: StageSplit, reverse: bool) -> StageSplit:
-        """The same devices class by class, with the most even of the best stages; the split itself if it is better."""
+        """The same devices class by class, with the most even of the best stages; the split if over a tenth faster."""
         classes = tuple(sorted(split.classes, reverse=reverse))
         speeds = [self.job.cluster.classes[index].speed for index in classes]
         sizes = partition(self.job.seconds, speeds).sizes
@@ -136,11 +136,11 @@ class LayoutSearch:
         gradients = [sum(unit.gradients for unit in stage) for stage in units]
         ranks = []
         for rank in range(len(classes)):
-            own = schedule.stages_of(rank)
+            stages = schedule.stages_of(rank)
             # Without a split backward the gradients of the last microbatch still pass the earlier stages.
-            entry = sum(forward for forward, _, _ in triples[: own[0]]) if splits else sum(seconds[: own[0]])
-            work = sum(seconds[stage] for stage in reversed(own))
-            ranks.append((entry, work, min(gradients[stage] for stage in own) if splits else gradients[0]))
+            entry = sum(forward for forward, _, _ in triples[: stages[0]]) if splits else sum(seconds[: stages[0]])
+            work = sum(seconds[stage] for stage in reversed(stages))
+            ranks.append((entry, work, min(gradients[stage] for stage in stages) if splits else gradients[0]))
         # Of ranks with as much work, or less, only those with a later entry or more to reduce can limit the step.
         limiting: list[tuple[float, float, float]] = []
         for entry, work, size in sorted(ranks, key=lambda rank: (-rank[1], -rank[0], -rank[2])):
@@ -266,7 +266,7 @@ class LayoutSearch:
         return simulation.makespan, gradients_ready(simulation)
 
     def realise(self, candidate: Candidate) -> Plan | None:
-        """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked."""
+        """The candidate on the cluster's devices, simulated; None if it cannot be placed as asked, or does not fit."""
         devices = place(self.job.cluster, [pipeline.classes for pipeline, _ in candidate], self.job.copies)
         return None if devices is None else self.realise_on(devices, candidate)
 
@@ -274,7 +274,7 @@ class LayoutSearch:
         """The candidate on these devices of its pipelines; None if one does not fit."""
         pairs = zip(devices, candidate, strict=True)
         placed = [
-            PlannedPipeline(tuple(own), pipeline.units, pipeline.schedule(count)) for own, (pipeline, count) in pairs
+            PlannedPipeline(tuple(ids), pipeline.units, pipeline.schedule(count)) for ids, (pipeline, count) in pairs
         ]
         return evaluate(self.job, placed)
 

@@ -235,13 +235,13 @@ def _per_class(what: str, text: str | None, names: dict[str, int]) -> dict[str, 
         return {}
     if "=" not in text:
         return dict.fromkeys(names, text)
-    found = {}
+    values = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name.strip().lower() not in names:
             raise ValueError(f"{what} is given for {name.strip()!r}, but the devices are {', '.join(names)}")
-        found[name.strip().lower()] = value
-    return found
+        values[name.strip().lower()] = value
+    return values
 
 
 def _positive(text: str) -> float:

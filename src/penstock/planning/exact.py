@@ -25,7 +25,7 @@ from penstock.planning.profile import held_by_stages, sums
 Counts = tuple[int, ...]
 # A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.
 MOST_DEVICES, MOST_SPLITS, MOST_LAYOUTS = 10, 20_000, 2_000
-# Pipelines of more microbatches than this follow the formula.
+# Jobs of more microbatches than this follow the formula.
 MOST_MICROBATCHES = 32
 # Of one set of devices and number of microbatches no more are simulated; seldom reached.
 MOST_SIMULATED = 200
@@ -103,16 +103,16 @@ class _Pipelines:
         inner = list(combinations(range(1, len(job.parts)), len(mapping) - 1))
         self._ends = np.array([(0, *ends, len(job.parts)) for ends in inner], int).reshape(-1, len(mapping) + 1)
         whole = (self._of_stages(column) for column in zip(*map(sums, job.parts), strict=True))
-        messages = (self._of_stages(column) for column in zip(*(sums(one, math.inf) for one in job.parts), strict=True))
+        messages = (self._of_stages(column) for column in zip(*(sums(p, math.inf) for p in job.parts), strict=True))
         state, kept = (
             self._of_stages([unit.state for unit in job.held]),
             self._of_stages([unit.kept for unit in job.held]),
         )
         ranks = [list(schedule.stages_of(rank)) for rank in range(self._depth)]
         classes = [[job.cluster.classes[kind] for kind in order] for order in self._orders]
-        speeds = np.array([[own[rank].speed for rank in mapping] for own in classes]).reshape(-1, 1, len(mapping))
+        speeds = np.array([[kinds[rank].speed for rank in mapping] for kinds in classes]).reshape(-1, 1, len(mapping))
         # By order, split, and stage or rank.
-        f, b, w = ((both - own) / speeds + own for both, own in zip(whole, messages, strict=True))
+        f, b, w = ((total - message) / speeds + message for total, message in zip(whole, messages, strict=True))
         every = f + b + w
         first = np.cumsum(f if splits else every, -1) - (f if splits else every)
         # Messages between ranks on the way to each stage, and back if the backward is not split.
@@ -121,17 +121,17 @@ class _Pipelines:
         hops = (inside.latency + sent[self._ends[:, 1:-1] - 1] / inside.bandwidth) * np.array(goes, bool)
         reached = np.concatenate([np.zeros((len(hops), 1)), np.cumsum(hops, -1)], -1)
         first = first + reached * (1 if splits else 2)
-        self._work = np.stack([every[..., own].sum(-1) for own in ranks], -1)
-        self._before = first[..., [own[0] for own in ranks]]
+        self._work = np.stack([every[..., stages].sum(-1) for stages in ranks], -1)
+        self._before = first[..., [stages[0] for stages in ranks]]
         self._path = (f + b).sum(-1) + (w[..., 0] if splits else w.sum(-1)) + 2 * reached[:, -1]
         self._squares = (every**2).sum(-1)
-        self._state, self._kept = (np.stack([one[:, own].sum(1) for own in ranks], 1) for one in (state, kept))
-        self._limits = np.array([[kind.memory for kind in own] for own in classes]).reshape(-1, 1, self._depth)
+        self._state, self._kept = (np.stack([n[:, stages].sum(1) for stages in ranks], 1) for n in (state, kept))
+        self._limits = np.array([[kind.memory for kind in kinds] for kinds in classes]).reshape(-1, 1, self._depth)
 
     def _of_stages(self, values: Sequence[float]) -> np.ndarray:
         before = np.concatenate([[0.0], np.cumsum(values)])
-        found: np.ndarray = before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
-        return found
+        of_stages: np.ndarray = before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
+        return of_stages
 
     def seconds(self, microbatches: int) -> float:
         """The seconds of the fastest pipeline, or a lower bound of them: more microbatches take no less."""

@@ -119,7 +119,7 @@ def profiles_of(
 
     Args:
         of_pairs: a sample is two sequences, which a reference model evaluates, too, as DPO has it. It is a second model
-            over the same stages, or without its adapters the model itself. Its logits are not made in chunks.
+            over the same stages, or without its adapters the model itself. No logits are then made in chunks.
     """
     followed: dict[torch.dtype, FollowedForward] = {}
     chunks: tuple[int | None, ...] = (None,)

@@ -91,12 +91,12 @@ class HeldBytes:
                 for name, state in part.tied_state().items():
                     if name in tied:  # one weight, held once
                         weights, gradients, optimizer = weights - state[0], gradients - state[1], optimizer - state[2]
-                tied |= {one[0]: one for one in part.tied}
-            own = part.working if part.splitting is None else part.splitting
+                tied |= {weight[0]: weight for weight in part.tied}
+            split_working = part.working if part.splitting is None else part.splitting
             put_off = part.kept if part.deferred is None else part.deferred
             working = max(working - part.kept, part.working)
             forwarding = max(forwarding - part.kept, part.working if part.forwarding is None else part.forwarding)
-            splitting = max(splitting + put_off - part.kept, own)
+            splitting = max(splitting + put_off - part.kept, split_working)
             kept += part.kept
             deferred += put_off
             output = part.output
@@ -118,16 +118,16 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
 
     Where two neighbouring stages are on one rank, what crosses is handed over and not copied.
     """
-    found = []
+    estimates = []
     count, forward, weight = schedule.num_microbatches, Kind.F, Kind.W
     for rank, actions in enumerate(schedule.actions):
-        own = schedule.stages_of(rank)
-        top = own[-1]
-        around = {stage: _StageMemory(stages[stage], count, stage - 1 in own, stage + 1 in own) for stage in own}
+        on_rank = schedule.stages_of(rank)
+        top = on_rank[-1]
+        around = {s: _StageMemory(stages[s], count, s - 1 in on_rank, s + 1 in on_rank) for s in on_rank}
         # Backwards whose weight gradients follow at once are not split.
         whole = schedule.whole_backwards(rank)
         deferred: set[tuple[int, int]] = set()
-        of_loop = stages[top].output + stages[top].received * (2 if top - 1 in own else 1)
+        of_loop = stages[top].output + stages[top].received * (2 if top - 1 in on_rank else 1)
         held = peak = of_caller = 0.0
         under_way = sum(tensor.num_bytes for tensor in around.values())
         for position, action in enumerate(actions):
@@ -155,9 +155,9 @@ def memory_of_ranks(schedule: Schedule, stages: Sequence[HeldBytes]) -> list[Mem
                 of_caller = of_loop
             under_way += here.answer()
             peak = max(peak, held + under_way + of_caller)
-        state = HeldBytes.summed(stages[stage] for stage in own)
-        found.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
-    return found
+        state = HeldBytes.summed(stages[stage] for stage in on_rank)
+        estimates.append(MemoryEstimate(state.weights, state.gradients, state.optimizer, peak))
+    return estimates
 
 
 def messages_at_most(received: float, sent: float, num_microbatches: int) -> float:
@@ -170,9 +170,9 @@ class _StageMemory:
     """What one stage holds, and the bytes of messages around it that its microbatches do not hold themselves.
 
     Receives are posted ahead, of activations as of gradients, for the microbatches that are left. An activation that
-    was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is the sender's
-    until so many were that it looks which have left. `from_here`, `to_here`: whether the previous stage, and the next
-    one, is on the same rank.
+    was sent is held by its microbatch anyway, as its gradient is awaited. A gradient that was sent is held by its
+    sender until so many were sent that it looks which have left. `from_here`, `to_here`: whether the previous stage,
+    and the next one, is on the same rank.
     """
 
     def __init__(self, held: HeldBytes, count: int, from_here: bool, to_here: bool) -> None:

@@ -10,9 +10,9 @@ def split_microbatches(times: Sequence[Callable[[int], float]], total: int) -> l
     """How many of `total` microbatches each pipeline gets, so that the slowest pipeline is fastest.
 
     One at a time, to the pipeline whose time after it is least. That is optimal for any nondecreasing times: say the
-    slowest pipeline k ends with n microbatches and time T. If n is 1, every split takes T. Else, when k got its n-th,
-    one more would have brought every pipeline to at least T. A split faster than T thus gives nobody more than they had
-    then, and k less: it does not get all microbatches out.
+    slowest pipeline k ends with n microbatches and time T. If n is 1, every split takes T or more. Else, when k got its
+    n-th, one more would have brought every pipeline to at least T. A split faster than T thus gives nobody more than
+    they had then, and k less: it does not get all microbatches out.
 
     Args:
         times: per pipeline, its time for a step with that many microbatches; nondecreasing.

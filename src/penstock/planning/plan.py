@@ -127,9 +127,9 @@ class Plan:
     def recomputing(self) -> tuple[bool, ...]:
         kept = {unit.name: unit.kept for unit in self.job.profile.units}
         return tuple(
-            any(unit.kept < kept[unit.name] for stage in own for unit in pipeline.stages[stage])
+            any(unit.kept < kept[unit.name] for stage in stages for unit in pipeline.stages[stage])
             for pipeline in self.pipelines
-            for own in map(pipeline.schedule.stages_of, range(len(pipeline.devices)))
+            for stages in map(pipeline.schedule.stages_of, range(len(pipeline.devices)))
         )
 
     @property
@@ -197,7 +197,8 @@ def reductions_of(job: Job, pipelines: Sequence[PlannedPipeline]) -> list[Reduct
 
 def place(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int = 1) -> list[list[int]] | None:
     """Devices for pipelines given as the device class of each rank, neighbours on one node where it can be: nodes are
-    filled one after another, the largest pipelines first. None if fewer than `copies` stand on nodes of their own."""
+    filled one after another, the largest pipelines first. None if devices are too few, or if fewer than `copies`
+    pipelines stand on nodes of their own."""
     num_nodes = max(cluster.node_of_device) + 1
     free: list[dict[int, list[int]]] = [{} for _ in range(num_nodes)]
     for device in reversed(range(cluster.size)):
@@ -225,7 +226,7 @@ def are_apart(cluster: Cluster, pipelines: Sequence[Sequence[int]], copies: int)
     if copies == 1 or len(set(cluster.node_of_device)) == 1:
         return True
     apart, on_their_own = set[int](), 0
-    for nodes in sorted(({cluster.node_of_device[device] for device in own} for own in pipelines), key=len):
+    for nodes in sorted(({cluster.node_of_device[device] for device in devices} for devices in pipelines), key=len):
         if not nodes & apart:
             apart |= nodes
             on_their_own += 1
@@ -256,11 +257,11 @@ def memory_of_layout(job: Job, pipelines: Sequence[PlannedPipeline]) -> tuple[Me
         # To the owners the parts of a sequence are pipelines; a device stands for the one that keeps most.
         parts = range(job.context_parallel_size)
         every = [pipeline for pipeline in pipelines for _ in parts]
-        states = iter(_states_owned(job, every, [estimate for own in estimates for _ in parts for estimate in own]))
-        for number, own in enumerate(estimates):
-            of_parts = [list(islice(states, len(own))) for _ in parts]
+        states = iter(_states_owned(job, every, [estimate for ranks in estimates for _ in parts for estimate in ranks]))
+        for number, ranks in enumerate(estimates):
+            of_parts = [list(islice(states, len(ranks))) for _ in parts]
             estimates[number] = [
-                replace(estimate, optimizer=max(sizes)) for estimate, *sizes in zip(own, *of_parts, strict=True)
+                replace(estimate, optimizer=max(sizes)) for estimate, *sizes in zip(ranks, *of_parts, strict=True)
             ]
     return tuple(chain(*estimates))
 
@@ -273,23 +274,23 @@ def _states_owned(job: Job, pipelines: Sequence[PlannedPipeline], memory: Sequen
         ranks = (
             rank for rank, stage in zip(pipeline.schedule.stage_to_rank, pipeline.stages, strict=True) for _ in stage
         )
-        for own, rank in zip(holders, ranks, strict=True):
-            own.append(first + rank)
+        for of_unit, rank in zip(holders, ranks, strict=True):
+            of_unit.append(first + rank)
     groups, states = list[OwnershipGroup](), list[float]()
     known: dict[str, tuple[int, list[int]]] = {}
-    for own, unit in zip(holders, job.profile.units, strict=True):
+    for of_unit, unit in zip(holders, job.profile.units, strict=True):
         sizes = list(unit.sizes or (unit.gradients,))
         for name, _, trained in unit.tied:
             if trained and name in known:  # one weight, which more ranks hold
                 index, under_first_name = known[name]
-                every = tuple(sorted({*groups[index].holders[0], *own}))
+                every = tuple(sorted({*groups[index].holders[0], *of_unit}))
                 preferred = tuple(map(every.index, under_first_name))
                 groups[index] = groups[index]._replace(holders=(every,), preferred=preferred)
                 sizes.remove(trained)
             elif trained:
-                known[name] = len(groups) + sizes.index(trained), own
+                known[name] = len(groups) + sizes.index(trained), of_unit
         for size in sizes:
-            groups.append(OwnershipGroup((tuple(own),), BYTES_KEPT * size))
+            groups.append(OwnershipGroup((tuple(of_unit),), BYTES_KEPT * size))
             states.append(unit.optimizer * size / unit.gradients if unit.gradients else 0.0)
     limits = [job.cluster.kind_of(device).memory for pipeline in pipelines for device in pipeline.devices]
     used = [

@@ -17,7 +17,7 @@ from penstock.schedule.registry import PLAIN
 
 
 class Infeasible(ValueError):
-    """No layout exists; the message says which quantity is short, and by how much."""
+    """There is no plan; the message says what is in the way, and where it can by how much."""
 
 
 def make_plans(job: Job, most: int = 5) -> list[Plan]:
@@ -109,10 +109,10 @@ def equal_pipelines(job: Job, schedule: str = PLAIN, depth: int | None = None) -
         if not are_apart(cluster, devices, job.copies):
             continue
         sizes = partition(job.seconds, [1.0] * num_stages).sizes
-        classes = [tuple(cluster.class_of_device[device] for device in own) for own in devices]
-        alike = {own: search.pipeline_of(own, sizes, schedule) for own in set(classes)}
+        classes = [tuple(cluster.class_of_device[device] for device in of_pipeline) for of_pipeline in devices]
+        alike = {kinds: search.pipeline_of(kinds, sizes, schedule) for kinds in set(classes)}
         each, more = divmod(job.num_microbatches, count)
-        candidate = [(alike[own], each + (index < more)) for index, own in enumerate(classes)]
+        candidate = [(alike[kinds], each + (index < more)) for index, kinds in enumerate(classes)]
         ways.append((search.bound(candidate), ranks, devices, candidate))
     best: Plan | None = None
     for bound, _, devices, candidate in sorted(ways, key=lambda way: way[:2]):
@@ -152,8 +152,8 @@ def _layout_of(plan: Plan) -> Counter[tuple[object, ...]]:
 
 def explain(job: Job) -> Infeasible:
     classes, parts, held = job.cluster.classes, job.parts, job.held
-    for part, one in zip(parts, held, strict=True):
-        least = one.with_live(1)
+    for part, needed in zip(parts, held, strict=True):
+        least = needed.with_live(1)
         if all(least > kind.memory for kind in classes):
             name = part[0].name if len(part) == 1 else f"{part[0].name} to {part[-1].name}"
             where = " and ".join(

@@ -144,7 +144,7 @@ def chunked_head(model: nn.Module, followed: FollowedForward) -> str | None:
 
 
 def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
-    """Follow a forward on the first guess of inputs that can be traced, of one with so many samples if there is one."""
+    """Follow a forward on the first guess of inputs that can be traced; those with so many samples are tried first."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
         key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
@@ -218,7 +218,7 @@ def _key(call: Call) -> Any:
 
 
 def measure_links() -> tuple[Link | None, Link | None]:
-    """The link inside a node and the one between nodes; None for one that no two ranks have. Every rank calls it."""
+    """The link inside a node and the one between nodes; None for one that rank 0 does not have. Every rank calls it."""
     ranks = Ranks(dist.group.WORLD, lambda doing, peers: contextlib.nullcontext())
     hosts = ranks.exchange(socket.gethostname(), "measuring links")
     inside = [rank for rank, host in enumerate(hosts) if rank and host == hosts[0]]

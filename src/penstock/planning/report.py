@@ -56,7 +56,7 @@ def plans_table(plans: Sequence[Plan], equal: Plan | None, words: Sequence[str] 
 
 
 def section_of(plan: Plan) -> dict[str, Any] | None:
-    """A plan as the configuration of `initialize`; None if its pipelines differ, in which the plugin forms them."""
+    """A plan as the configuration of `initialize`; None if its pipelines differ, as then the plugin forms them."""
     if not plan.has_equal_pipelines:
         return None
     first, about = plan.pipelines[0], plan.job.profile.about
@@ -162,8 +162,8 @@ def fit_text(
     )
     title += "; parts: devices that share every sequence" * any(way.context_parallel_size > 1 for way in shown)
     title += "; the best of each way (--all shows more)" * (len(shown) < len(ways))
-    for way, own in zip(shown, parts, strict=True):
-        sizes = [f"{own[name] / scale:.2f}" for name in MEMORY_COLUMNS]
+    for way, by_kind in zip(shown, parts, strict=True):
+        sizes = [f"{by_kind[name] / scale:.2f}" for name in MEMORY_COLUMNS]
         chunks = bool(way.loss_chunk_tokens)
         marks = "both" if way.checkpointing and chunks else "ckpt" * way.checkpointing + "chunk" * chunks
         if way.context_parallel_size > 1:

@@ -67,7 +67,7 @@ def find_splits(
     """The best splits for every number of devices of each class that some split within their memory exists for.
 
     Args:
-        live: the microbatches that a stage holds; None: as many under 1F1B, itself and the stages after it.
+        live: the microbatches that a stage holds; None: as under 1F1B, one for itself and for each stage after it.
         mixtures: whether a pipeline may have devices of several classes.
     """
     cluster, num_parts = chain.cluster, chain.num_parts
@@ -97,10 +97,10 @@ def find_splits(
         for counts, added in successors.items():
             rests = [(*counts[:k], counts[k] - 1, *counts[k + 1 :]) for k in added]
             alternatives = [(*stages[k], *best[rest]) for k, rest in zip(added, rests, strict=True)]
-            found = (_single_best if width == 1 else _several_best)(added, alternatives, width)
-            if found is None:
+            splits = (_single_best if width == 1 else _several_best)(added, alternatives, width)
+            if splits is None:
                 continue
-            slowest, total, origin[counts] = found
+            slowest, total, origin[counts] = splits
             level.append(counts)
             closed = np.full((1, slowest.shape[1]), np.inf)
             best[counts] = np.concatenate([slowest, closed]), np.concatenate([total, closed])
@@ -191,14 +191,14 @@ def _single_best(
         together *= ROUNDING
         scores += together
         ends = scores.argmin(1)
-        own = [
+        added_here = [
             scores[rows, ends], np.maximum(bottleneck[rows, ends], slowest[ends, 0]),
             seconds[rows, ends] + total[ends, 0], np.full_like(ends, k), ends,
         ]  # fmt: skip
         if best:
-            better = own[0] < best[0]
-            own = [np.where(better, new, old) for new, old in zip(own, best, strict=True)]
-        best = own
+            better = added_here[0] < best[0]
+            added_here = [np.where(better, new, old) for new, old in zip(added_here, best, strict=True)]
+        best = added_here
     _, front, latest, classes, ends = best
     if not np.isfinite(front).any():
         return None
@@ -279,28 +279,28 @@ def layouts(
     least = float((weights.sum(1) * slowest.min(1)).min())
     low = microbatches * least / sum(limits) * (1 - ROUNDING)
     high = max(template.seconds(microbatches) for template in templates) + float(total[np.isfinite(total)].max())
-    found: float | None = None
+    best: float | None = None
     while True:
         # First halve the interval; at its end ask for anything faster than what was found.
-        is_last = found is not None and high - low <= max(tolerance, 1e-6) * high
+        is_last = best is not None and high - low <= max(tolerance, 1e-6) * high
         if is_last and tolerance:
             return
-        time = high * (1 - 1e-12) if is_last or found is None else (low + high) / 2
+        time = high * (1 - 1e-12) if is_last or best is None else (low + high) / 2
         within = time * (1 - ROUNDING) if is_last else time
         with np.errstate(invalid="ignore"):
             room = np.where(total <= within * (1 + ROUNDING), (within - total) / slowest + ROUNDING + 1, 0.0).max(1)
         worth = np.minimum(np.floor(room), microbatches).astype(int)
         picked = _fill(worth, weights, np.array(limits), microbatches, fewest)
         if picked is None:
-            if is_last or found is None:
+            if is_last or best is None:
                 return
             low = time
             continue
         chosen = [templates[index] for index in picked]
         counts = split_microbatches([template.seconds for template in chosen], microbatches)
-        found = max(template.seconds(count) for template, count in zip(chosen, counts, strict=True))
-        high = min(found, high)
-        yield found, [template.split_for(count) for template, count in zip(chosen, counts, strict=True)]
+        best = max(template.seconds(count) for template, count in zip(chosen, counts, strict=True))
+        high = min(best, high)
+        yield best, [template.split_for(count) for template, count in zip(chosen, counts, strict=True)]
 
 
 def _fill(worth: np.ndarray, weights: np.ndarray, limits: np.ndarray, enough: int, fewest: int) -> list[int] | None:

@@ -61,7 +61,7 @@ def cost_of(
         device: where it is run; None estimates the seconds for one of so many `operations_per_second`.
         is_last: whether its first result gives the loss.
         loss_chunk_tokens: of a last unit that is a head, of how many tokens the logits exist at once; None for all.
-        recomputed: whether gradient checkpointing runs its forward again; a model's ends it does not.
+        recomputed: whether gradient checkpointing runs its forward again, which it does not at a model's ends.
     """
     where = torch.device("meta" if device is None else device)
     unit = meta_placeholder(module).to_empty(device=where).train()
@@ -121,7 +121,7 @@ def cost_of(
 
 
 def _is_hidden(leaf: Any, like: torch.Tensor | None = None) -> bool:
-    """Whether an argument may be hidden states: (batch, length, width), or an image; of which `like` is another."""
+    """Whether an argument may be hidden states: (batch, length, width), or an image; and such as `like`, if given."""
     if not (isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() > 2):
         return False
     return like is None or (leaf.dim() == like.dim() and (leaf.dim() > 3 or leaf.shape[-1] == like.shape[-1]))
@@ -256,7 +256,7 @@ def _fused_attention() -> Iterator[SimpleNamespace]:
     """Inside, attention on the meta device keeps what fused kernels keep: queries, keys, values and output. Gives its
     number of `operations`.
 
-    Who asks whether there is autocast is told that there is none, and no error for a device that never has it.
+    Who asks whether the meta device has autocast is told that it has none, in place of an error.
     """
     plain, counter = functional.scaled_dot_product_attention, SimpleNamespace(operations=0.0)
     is_autocast_enabled, grouped = torch.is_autocast_enabled, functional.grouped_mm

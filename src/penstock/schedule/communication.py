@@ -174,8 +174,8 @@ class _Run:
             if step.kind is Kind.B and self.schedule.splits_backward:
                 self._input_at[Action(Kind.W, step.stage, step.microbatch)] = end
             elif step.kind is Kind.F and step.stage == self.schedule.num_stages - 1:
-                for own in (LossKnown(step.stage, step.microbatch), Action(Kind.B, step.stage, step.microbatch)):
-                    self._input_at[own] = end
+                for later in (LossKnown(step.stage, step.microbatch), Action(Kind.B, step.stage, step.microbatch)):
+                    self._input_at[later] = end
         self._free_at[rank] = end
         concerned = []
         source = self._source_rank(step)
@@ -228,9 +228,9 @@ def within_window(schedule: Schedule, window: int, losses: bool = False) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class Posts:
-    """Which receives a rank posts when it has come to an action: named are the actions that will use
-    the messages. `inside`: in the backward of the rank's top stage, when the caller has been given the loss and has
-    called `backward()`."""
+    """Which receives a rank posts when it has come to an action, each named by the step that will use the message.
+    `inside`: in the backward of the rank's top stage, when the caller has been given the loss and has called
+    `backward()`."""
 
     before: tuple[ActionOrLoss, ...] = ()
     inside: tuple[ActionOrLoss, ...] = ()

@@ -16,7 +16,7 @@ INTERLEAVED_STAGES = 2
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, Huang et al. 2019, section 2.3, figure 2c).
 
-    Backwards run in the order of the forwards, as every schedule here: the caller sees microbatches 0, 1, 2, ...
+    Backwards run in the order of the forwards, as in every schedule here: the caller sees microbatches 0, 1, 2, ...
     """
     return _one_stage_each("gpipe", num_microbatches, [num_microbatches] * num_ranks)
 
@@ -156,7 +156,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
-    """At most (p + 2) // 2 microbatches live, half of 1F1B's; at most half of its bubble: 3 (p - 1) units if F = B = W.
+    """At most (p + 2) // 2 microbatches live, where 1F1B has p; at most half its bubble: 3 (p - 1) units if F = B = W.
 
     V-Half of "Pipeline Parallelism with Controllable Memory".
     """

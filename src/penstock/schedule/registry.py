@@ -20,7 +20,7 @@ from penstock.schedule.validation import validate
 
 # What a user asks for: a name, or a schedule written out.
 Asked = TypeVar("Asked")
-# What `initialize` and the plugin replace by the model, see `resolve_auto`; where no model is at hand it is `PLAIN`.
+# What `initialize` and the plugin replace as suits the model, see `resolve_auto`; without a model it is `PLAIN`.
 AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
@@ -41,7 +41,7 @@ class NamedSchedule:
         source: the paper that it is from.
         bubble: how long p ranks wait in a step of m microbatches, in words. F, B and W are a rank's times for one.
         held: how many microbatches rank r holds at most, in words.
-        live: the same, of the numbers of ranks, the rank and the microbatches; None: counted in the actions, which
+        live: the same, from the number of ranks, r and the number of microbatches; None: counted in the actions, which
             takes the planner longer.
         planned: whether the planner tries it. Not if another one takes as long and holds less.
     """
@@ -175,7 +175,7 @@ def planned_schedules() -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a schedule is one that the user registered, which other ranks may not have, or have otherwise."""
+    """Whether a schedule is one that the user registered, which other ranks may lack, or have otherwise."""
     return named_schedule(name) not in _NAMED
 
 

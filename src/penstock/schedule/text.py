@@ -143,15 +143,15 @@ def own_or_named(source: str | Path | Rows, num_ranks: int) -> Callable[[int], S
     A schedule that was written out serves its own number of microbatches. For any other the maker returns its placement
     with forwards only, microbatch by microbatch, which is what evaluation needs.
     """
-    own = written_schedule(source)
-    if own is None:
+    written = written_schedule(source)
+    if written is None:
         assert isinstance(source, str)
         return partial(build, source, num_ranks)
-    if own.num_ranks != num_ranks:
-        raise _made_for_other_sizes(own, num_ranks, own.num_microbatches)
+    if written.num_ranks != num_ranks:
+        raise _made_for_other_sizes(written, num_ranks, written.num_microbatches)
 
     def make(num_microbatches: int) -> Schedule:
-        return own if num_microbatches == own.num_microbatches else forwards_only(own, num_microbatches)
+        return written if num_microbatches == written.num_microbatches else forwards_only(written, num_microbatches)
 
     return make
 

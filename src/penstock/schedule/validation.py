@@ -66,9 +66,9 @@ def _check_every_action_once(schedule: Schedule) -> None:
             ("has more than once", [action for action, times in count.items() if times > 1]),
             ("must not have", [action for action in count if action not in wanted]),
         ]
-        for fault, found in faults:
-            if found:
-                in_order = sorted(found, key=attrgetter("microbatch", "stage", "kind.value"))
+        for fault, faulty in faults:
+            if faulty:
+                in_order = sorted(faulty, key=attrgetter("microbatch", "stage", "kind.value"))
                 raise ScheduleError(f"rank {rank} {fault} {_some(in_order)}")
 
 

@@ -51,7 +51,7 @@ class LayoutDescription:
         return tuple(self.layout.of_replica(replica)[0] for replica in range(self.layout.num_replicas))
 
     def _ranks(self, pipeline: int, stage: int) -> str:
-        return ", ".join(ranks_of(one, stage) for one in self.layout.of_replica(pipeline))
+        return ", ".join(ranks_of(part, stage) for part in self.layout.of_replica(pipeline))
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
@@ -91,11 +91,11 @@ class LayoutDescription:
             stages = []
             for stage, units in enumerate(pipeline.stages):
                 firsts = [part.global_rank(stage) for part in self.layout.of_replica(index)]
-                one: dict[str, Any] = {
+                about: dict[str, Any] = {
                     "ranks": [first + shard for first in firsts for shard in range(pipeline.tensor_parallel_size)],
                     "units": list(units),
                 }
-                stages.append(one | ({"parameters": self.parameters[index][stage]} if self.parameters else {}))
+                stages.append(about | ({"parameters": self.parameters[index][stage]} if self.parameters else {}))
             pipelines.append(
                 {
                     "schedule": self.schedules[index].name,

@@ -102,14 +102,14 @@ class Recorder:
         """
         here = socket.gethostname()
         ranks = Ranks(group, self._context.board.guard)
-        told = ranks.exchange([here, [astuple(event) for event in self._events]], "gathering the timeline")
+        by_rank = ranks.exchange([here, [astuple(event) for event in self._events]], "gathering the timeline")
         origins: dict[str, float] = {}
-        for host, events in told:
+        for host, events in by_rank:
             for _, _, start, *_ in events:
                 origins[host] = min(origins.get(host, start), start)
         shifted = [
             TimedEvent(rank, EventKind(kind), start - origins[host], end - origins[host], *others)
-            for host, events in told
+            for host, events in by_rank
             for rank, kind, start, end, *others in events
         ]
         return with_waits(shifted, SHORTEST_WAIT), origins.get(here, 0.0)

@@ -130,7 +130,7 @@ class Simulation:
         """Seconds of compute, per rank."""
         numbers = [Counter(action[:2] for action in actions) for actions in self.schedule.actions]
         return tuple(
-            sum(self.durations[kind][stage] * number for (kind, stage), number in own.items()) for own in numbers
+            sum(self.durations[kind][stage] * number for (kind, stage), number in counts.items()) for counts in numbers
         )
 
     @cached_property
@@ -420,18 +420,18 @@ def lower_bound(
         goes = link[0] != link[1]
         hops.append((link, given.occupancy[boundary], given.latency[boundary]) if goes else (link, 0.0, 0.0))
     # The earliest start of each action, and what must follow its end: the W of its own, and the action after it.
-    starts = list(accumulate((own + hop[1] + hop[2] for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
+    starts = list(accumulate((time + hop[1] + hop[2] for time, hop in zip(seconds, hops, strict=False)), initial=0.0))
     rests = [weight[0]]
     for place in reversed(range(len(hops))):
         own_weight = weight[stages[place]] if place >= num_stages else 0.0
         rests.insert(0, max(own_weight, hops[place][1] + hops[place][2] + seconds[place + 1] + rests[0]))
     bounds = [seconds[0] + rests[0]]
     for rank in set(stage_to_rank):
-        own = [stage for stage in range(num_stages) if stage_to_rank[stage] == rank]
-        work = sum(given.forward[stage] + backward[stage] + weight[stage] for stage in own)
+        held = [stage for stage in range(num_stages) if stage_to_rank[stage] == rank]
+        work = sum(given.forward[stage] + backward[stage] + weight[stage] for stage in held)
         # A rank that splits its backward may end with a W, which nothing waits for.
-        after = 0.0 if splits_backward else rests[-1 - own[0]]
-        bounds.append(starts[own[0]] + num_microbatches * work + after)
+        after = 0.0 if splits_backward else rests[-1 - held[0]]
+        bounds.append(starts[held[0]] + num_microbatches * work + after)
     for link in {hop[0] for hop in hops if hop[0][0] != hop[0][1]}:
         places = [place for place, hop in enumerate(hops) if hop[0] == link]
         before = min(starts[place] + seconds[place] for place in places)
@@ -442,8 +442,8 @@ def lower_bound(
 
 @lru_cache
 def predicted_steps(name: str, num_ranks: int, num_microbatches: int) -> float:
-    """The time of a step under a named schedule, over that of a microbatch on a rank, if F = B = W on all ranks. Of
-    microbatches that find the pipeline full and leave it full, one more takes as long as it does alone."""
+    """The time of a step under a named schedule, over that of a microbatch on a rank, if F = B = W on all ranks.
+    A microbatch that finds the pipeline full and leaves it full adds as long as it takes on one rank."""
     simulated = min(num_microbatches, 2 * num_ranks)
     seconds = 1 / (3 * default_stages_per_rank(name))
     makespan = simulate(build(name, num_ranks, simulated), Costs(seconds, seconds, seconds)).makespan

@@ -25,7 +25,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TimedEvent:
-    """`kind` on `rank` from `start` to `end`, in seconds since the step began.
+    """`kind` on `rank` from `start` to `end`, in seconds since the step, or the first of several, began.
 
     `stage` and `microbatch` are ``None`` where they say nothing (a wait, the reduction of a whole rank), `step` where
     there is only one.
@@ -54,9 +54,9 @@ def with_waits(events: Iterable[TimedEvent], shortest: float = 0.0) -> list[Time
     finish = max(event.end for event in everything)
     begin = min(0.0, min(event.start for event in everything))
     result = []
-    for rank, own in groupby(everything, key=lambda event: event.rank):
+    for rank, of_rank in groupby(everything, key=lambda event: event.rank):
         free_from = begin
-        for event in own:
+        for event in of_rank:
             if event.kind is not EventKind.REDUCTION:
                 if event.start - free_from > shortest:
                     result.append(TimedEvent(rank, EventKind.WAIT, free_from, event.start))
@@ -74,7 +74,7 @@ def bubble_fractions(events: Sequence[TimedEvent], num_ranks: int) -> list[float
         if event.kind in (EventKind.F, EventKind.B, EventKind.W):
             busy[event.rank] += event.duration
     span = max((event.end for event in events), default=0.0) - min((event.start for event in events), default=0.0)
-    return [1 - own / span if span > 0 else 0.0 for own in busy]
+    return [1 - seconds / span if span > 0 else 0.0 for seconds in busy]
 
 
 def write_timeline(events: Iterable[TimedEvent], path: str | Path, title: str = "", relative: bool = False) -> Path:
@@ -178,7 +178,7 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
     """`events` as an SVG document: boxes numbered by microbatch where a number fits, ranks, a legend, a time axis.
 
     Args:
-        events: of one step. Waits are filled in if there are none among them.
+        events: of one step, or several in a row. Waits are filled in if there are none among them.
         title: printed above the chart.
         width: of the chart in pixels, without the labels at its sides. ``None``: wide enough for numbers in most boxes.
         relative: times are in no unit.
@@ -198,7 +198,7 @@ def gantt_svg(events: Iterable[TimedEvent], title: str = "", width: float | None
         wanted = 13.0 * (end - begin) / lengths[len(lengths) // 4] if lengths else 0.0
         width = min(2400.0, max(900.0, wanted))
     num_ranks = 1 + max((event.rank for event in drawn), default=0)
-    stages = {rank: sorted(own) for rank, own in stages_of_rank.items()}
+    stages = {rank: sorted(held) for rank, held in stages_of_rank.items()}
     chart = _Chart(drawn, begin, end, num_ranks, width, stages, relative)
     total_width = _LEFT + chart.width + _RIGHT
     total_height = chart.y(chart.num_ranks) + _AXIS
