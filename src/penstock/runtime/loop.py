@@ -74,7 +74,7 @@ class TrainingLoop(Iterator[Any]):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The inputs of the microbatch whose output came last."""
+        """In the loop's body, the inputs of the microbatch whose output it has."""
         return self._step.inputs
 
     def __getattr__(self, name: str) -> Any:

@@ -63,8 +63,8 @@ class Keys:
     def get(self, key: str) -> str | None:
         """The value of a key, None if it has none: at once, while torch's `get` would wait for it."""
         unlikely = "?"
-        found = self.ask(lambda: self.store.compare_set(key, unlikely, unlikely)).decode()
-        return None if found == unlikely else found
+        value = self.ask(lambda: self.store.compare_set(key, unlikely, unlikely)).decode()
+        return None if value == unlikely else value
 
     def create(self, key: str, value: str) -> str:
         """Set a key that has no value; returns its value afterwards, which another process may have set first."""
