@@ -104,7 +104,8 @@ class Engine:
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the random numbers of the next one, as `seed` does.
-        num_evaluations: how many evaluations were begun since then; it decides those of the next one.
+        num_evaluations: how many evaluations were begun after the latest training step. It decides the random numbers
+            of the next one.
         known: the parameters that this rank holds or has held, by unsplit name, with or without storage now.
         recovery: what becomes of calls when a rank is lost.
         observers: are told what training steps do.

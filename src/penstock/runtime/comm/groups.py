@@ -238,7 +238,7 @@ def _unbound() -> Iterator[None]:
 
 # For the first NCCL group of a process: otherwise it hears of the errors of others, and holds up the process's end.
 NO_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
-# For those whose errors `Groups.fault` finds: otherwise, as torchrun has it, torch ends the process a minute later.
+# For those whose errors `Groups.fault` finds: otherwise torch ends the process a minute later, as torchrun asks it to.
 UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", *NO_DUMPS)
 
 

@@ -139,7 +139,7 @@ def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -
 
 
 def _with_one_batch(layout: Layout, among: Container[int]) -> list[list[int]]:
-    """The ranks that must be given the same batch, of those `among` which this is asked."""
+    """For each replica, its ranks that are `among` these: they must be given the same batch."""
     replicas = map(layout.of_replica, range(layout.num_replicas))
     ranks_by_replica = (
         [rank for pipeline in replica for rank in pipeline.ranks() if rank in among] for replica in replicas

@@ -35,7 +35,7 @@ class Totals:
         self._several = len(context.layout.pipelines) > 1
         self.shared = context.layout.world_size > 1
         self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
-        # Of the pipelines that share their samples, the first one.
+        # Whether this is the first of the pipelines that share their samples.
         self._counts_samples = context.pipeline is context.layout.of_replica(context.replica)[0]
         self._context = context
         self._on_host = context.device.type == "cpu"

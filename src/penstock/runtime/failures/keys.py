@@ -88,7 +88,7 @@ class Keys:
 
 @dataclass
 class _Client:
-    """A store, or a clone that is asked in its place; which is made again, if it has been closed, by its `place`."""
+    """A store, or a clone that is asked instead, and made again once it was closed. `place`: where it listens."""
 
     shared: Any
     own: dist.Store | None
