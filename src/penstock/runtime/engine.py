@@ -106,7 +106,7 @@ class Engine:
         step_number: how many training steps were begun. It decides the random numbers of the next one, as `seed` does.
         num_evaluations: how many evaluations were begun after the latest training step. It decides the random numbers
             of the next one.
-        known: the parameters that this rank holds or has held, by unsplit name, with or without storage now.
+        known: by unsplit name, the parameters held here, and those that have given up their storage here.
         recovery: what becomes of calls when a rank is lost.
         observers: are told what training steps do.
     """

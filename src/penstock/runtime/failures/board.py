@@ -368,8 +368,8 @@ class FailureBoard:
             return mine
 
     def _is_better(self, account: Account) -> bool:
-        """Whether another rank's account is confirmed and the one known here is not, or is else the earlier one: there
-        may be no store that decided which was first."""
+        """Whether another rank's account is confirmed and the one known here is not, or of two alike the earlier one:
+        there may be no store that decided which was first."""
         assert self._first is not None
         confirmed = self._endings.is_confirmed
         return (not confirmed(account), account.at) < (not confirmed(self._first), self._first.at)
