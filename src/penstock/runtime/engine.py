@@ -70,7 +70,7 @@ from penstock.schedule.actions import check_trains
 DEFAULT_MICROBATCHES_PER_RANK = 4
 # Calls that need the model where its stages compute, beside steps and evaluations.
 COMPUTING = frozenset({Call.GENERATE, Call.CLIP, Call.NORM})
-# Calls whose numbers should be equal on all ranks.
+# Calls whose numbers are mostly equal on all ranks; only where they are not does everyone hear everyone's.
 WITH_EQUAL_NUMBERS = frozenset({Call.CLIP, Call.NORM, Call.UNSCALE, Call.DECIDE})
 # What of an engine is for users of `model.pipeline`.
 FOR_USERS = ["close", "device", "grad_norm", "last_step", "layout", "place", "rank", "step_number", "trace"]
@@ -104,8 +104,9 @@ class Engine:
         own_means: whether a loss that is a mean is one over each pipeline's own batch, and those are added up;
             otherwise it is over the global batch. Set it on all ranks alike.
         step_number: how many training steps were begun. It decides the random numbers of the next one, as `seed` does.
-        num_evaluations: how many evaluations were begun since then; it decides those of the next one.
-        known: every parameter of the model, by its unsplit name, with or without storage here.
+        num_evaluations: how many evaluations were begun after the latest training step. It decides the random numbers
+            of the next one.
+        known: by unsplit name, the parameters held here, and those that have given up their storage here.
         recovery: what becomes of calls when a rank is lost.
         observers: are told what training steps do.
     """
@@ -136,7 +137,7 @@ class Engine:
         self.observers: list[StepObserver] = []
         self.reduces_gradients = True
         self.known: dict[str, nn.Parameter] = dict(split.released)
-        # Parameters of whose hooks was warned.
+        # Names of the parameters of whose hooks users were warned.
         self._hooked: set[str] = set()
         self._main_input_name = getattr(split.model, "main_input_name", None)
         self.media = MediaTokens.of(configuration_of(split.model))
@@ -212,7 +213,8 @@ class Engine:
 
     @property
     def summed(self) -> list[list[nn.Parameter]]:
-        """Of these the last step has summed gradients with other ranks, in an order all ranks share."""
+        """Those of `held` whose gradients the last step has summed with other ranks, bucket by bucket, in an order all
+        ranks share."""
         return [bucket.parameters for bucket in self.parts.gradients.reducer.buckets]
 
     @property
@@ -244,7 +246,7 @@ class Engine:
         return {weight.name: weight.parameter.detach() for weight in self.held} | dict(self.split.model.named_buffers())
 
     def owned_elsewhere(self) -> set[str]:
-        """The names of the parameters here that other ranks own: of the optimizer's state this rank has none."""
+        """The names of the parameters here that other ranks own: this rank has none of their optimizer's state."""
         return {weight.name for weight in self.held if self.rank not in weight.keepers}
 
     @property
@@ -263,7 +265,7 @@ class Engine:
         self.refuse_if_over()
         self.parts.open_step.refuse("another training step")
         microbatches, sizes = self.microbatches(inputs)
-        # By default the pipelines before this one are taken to have as many as this one.
+        # By default the replicas before this one are taken to have as many as this one.
         usual = self.context.replica * len(microbatches)
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), usual)
         prepared = self.prepare(microbatches, sizes, first, criterion, training=True)
@@ -350,7 +352,7 @@ class Engine:
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of `among` do together: it begins on all of them or on none, and no signal tears it.
-        Gives what the ranks of this pipeline said, or of plain numbers what all ranks said, unless a call of
+        Gives what the ranks of this pipeline said, or of plain numbers what all of `among` said, unless a call of
         `WITH_EQUAL_NUMBERS` found them equal. `batch` tells of this rank's batch."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
@@ -377,8 +379,8 @@ class Engine:
 
     @contextlib.contextmanager
     def saving(self, call: Call) -> Iterator[None]:
-        """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or something
-        else the copies of a tied weight."""
+        """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or if copies
+        of a tied weight differ."""
         with self.together(call, [self.parts.updates.state(), self.parts.copies.equality_term()]) as gathered:
             words = mixed_update({rank: facts[0] for rank, facts in gathered.items()})
             if words is None and sum(facts[1] for facts in gathered.values()) % MODULUS:
@@ -389,7 +391,7 @@ class Engine:
 
     @property
     def gradients_pending(self) -> bool:
-        """Whether no weight has changed since the last training step, so that its gradients may be in use yet."""
+        """Whether no weight has changed since the last training step: then no update has used its gradients."""
         return self.parts.updates.none
 
     def note_loaded(self) -> None:

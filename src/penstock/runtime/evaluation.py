@@ -59,10 +59,10 @@ def evaluate_together(
     with _evaluation(engine, inputs, criterion, Call.EVALUATE_TOGETHER, joined=share_outputs) as (output, form):
         # Where sequences are put together, each of their pipelines has the whole loss: only the first one gives it.
         gives_loss = not share_outputs or engine.layout.part_of(engine.place.pipeline) == 0
-        own = output.loss.detach() if gives_loss and output is not None else torch.zeros((), device=engine.device)
-        engine.parts.totals.start(own.to(torch.float64))
-        loss, _ = engine.parts.totals.finish()
-        return float(loss), share_output(output, engine.context, form) if share_outputs else output
+        loss = output.loss.detach() if gives_loss and output is not None else torch.zeros((), device=engine.device)
+        engine.parts.totals.start(loss.to(torch.float64))
+        global_loss, _ = engine.parts.totals.finish()
+        return float(global_loss), share_output(output, engine.context, form) if share_outputs else output
 
 
 def shapes_of_one_more(engine: Engine, microbatch: Mapping[str, Any], size: int) -> Shapes:
@@ -106,8 +106,8 @@ def _evaluation(
                 if sequences is not None:
                     pairs = zip(outputs, prepared.microbatches, microbatches, strict=True)
                     outputs = [
-                        sequences.join(one, part, whole, {"loss", *fields}) if joined else _loss_alone(one)
-                        for one, part, whole in pairs
+                        sequences.join(of_part, part, whole, {"loss", *fields}) if joined else _loss_alone(of_part)
+                        for of_part, part, whole in pairs
                     ]
                 grown = partial(shapes_of_one_more, engine, microbatches[0], sizes[0])
                 with torch.no_grad():  # an output may be a parameter itself

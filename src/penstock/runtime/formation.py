@@ -75,14 +75,14 @@ def parallelize(
         functions: the units' shape functions, if there are some already.
     """
     place = layout.place_of(dist.get_rank())
-    mine = layout.pipelines[place.pipeline]
-    own = mine.stages_of(place.pipeline_rank)
+    pipeline = layout.pipelines[place.pipeline]
+    local_stages = pipeline.stages_of(place.pipeline_rank)
     aliases, sharding = alias_groups(model), None
     if layout.tensor_parallel_size > 1:
         if make_sharding is None:
             raise TypeError(f"a layout of tensor_parallel_size {layout.tensor_parallel_size} needs make_sharding")
         sharding = make_sharding(model, place.tensor_parallel_rank, layout.tensor_parallel_size, aliases)
-    split = SplitModel(model, mine.stages, own, sharding, aliases, functions)
+    split = SplitModel(model, pipeline.stages, local_stages, sharding, aliases, functions)
     device = local_device()
     if make_weights is None:
         model.to(device)
@@ -173,7 +173,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 
 
 def kinds_of_inputs(inputs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What tells one model's example inputs apart: their values do not matter."""
+    """What is compared of example inputs, by name: not their values."""
     return {
         name: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
         for name, value in (inputs or {}).items()
@@ -267,7 +267,7 @@ def require_equal_layouts(layout: Layout, board: FailureBoard) -> None:
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
-    """The same for all processes whose facts are equal to `require_equal_facts`."""
+    """The same for all processes whose facts `require_equal_facts` takes for equal."""
     return hashlib.sha256(_as_text(facts).encode()).hexdigest()
 
 
@@ -286,8 +286,8 @@ def share_progress(context: RankContext, engine: Engine) -> list[int | None]:
     """Let all ranks know how far the run is: the seed of its dropout, and the number of training steps begun. The seed
     of a new run, where no rank has one, is that of rank 0's generator, so that a user's manual_seed decides the run's
     dropout. Gives for each rank the replica whose random numbers it has; None if it comes new."""
-    own = torch.initial_seed() & ((1 << 62) - 1) if engine.seed is None else engine.seed
-    mine = [engine.seed is not None, own, engine.step_number, engine.random_replica]
+    seed = torch.initial_seed() & ((1 << 62) - 1) if engine.seed is None else engine.seed
+    mine = [engine.seed is not None, seed, engine.step_number, engine.random_replica]
     by_rank = Ranks(context.groups.world_control, context.board.guard).exchange(mine, "agreeing on the run's seed")
     _, engine.seed, engine.step_number, _ = next((each for each in by_rank if each[0]), by_rank[0])
     return [each[-1] for each in by_rank]

@@ -129,7 +129,7 @@ class StepInputs:
 
 
 def _refuse_unlike_losses(plans: Sequence[DataflowPlan]) -> None:
-    """Raise NotImplementedError if the losses of microbatches are made of unlike means: there is none of the batch."""
+    """Raise NotImplementedError if the losses of microbatches are made of unlike means: the batch then has none."""
     if len(set(map(id, plans))) <= 1:  # nearly always
         return
     made = [None if plan.loss is None else [replace(term, calls=()) for term in plan.loss.counted] for plan in plans]

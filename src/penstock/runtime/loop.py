@@ -67,14 +67,14 @@ class TrainingLoop(Iterator[Any]):
         self._interrupts = opened.interrupts
         self._outputs: Generator[Any, None, None] | None = None
         self._over = False
-        # Until it begins, or the caller was told that this is an iterator; also at the interpreter's end.
+        # Warns, unless it has begun or the caller was told that this is an iterator; also at the interpreter's end.
         self._forgotten = weakref.finalize(self, _warn_of_forgotten)
         # What ends a step that is under way then, while there is still an interpreter to end it with.
         self._at_exit = partial(_leave_at_exit, weakref.ref(self))
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The inputs of the microbatch whose output came last."""
+        """In the loop's body, the inputs of the microbatch whose output it has."""
         return self._step.inputs
 
     def __getattr__(self, name: str) -> Any:

@@ -100,7 +100,7 @@ def proxy_loss(
 
 @cache
 def _anchor(device: torch.device) -> torch.Tensor:
-    """By what autograd knows that a proxy has a gradient; there is never one of the anchor itself."""
+    """What lets autograd know that a proxy has a gradient; the anchor itself never gets one."""
     return torch.empty((), device=device, requires_grad=True)
 
 

@@ -29,9 +29,9 @@ class Migration:
     @classmethod
     def of(cls, engine: Engine) -> Migration:
         """That of an engine that stands, or was dissolved."""
-        found = cls()
-        found.take_stock(engine)
-        return found
+        migration = cls()
+        migration.take_stock(engine)
+        return migration
 
     def take_stock(self, engine: Engine) -> None:
         """Begin with what the engine holds now, all of which has its values."""

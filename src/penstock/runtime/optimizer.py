@@ -206,7 +206,8 @@ class PipelineOptimizer(Optimizer):
         return self.optim.step()
 
     def _overflowed(self, loss_scale: LossScale) -> bool:
-        """All ranks have the same norm to the last bit, so the answer is the same."""
+        """Whether gradients overflowed, to which the scale adapts. All ranks have the same norm to the last bit, so the
+        answer is the same."""
         overflow = self._grad_norm is not None and not math.isfinite(float(self._grad_norm))
         loss_scale.update(overflow)
         self.pipeline.loss_scale = loss_scale.scale

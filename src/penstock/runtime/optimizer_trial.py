@@ -50,24 +50,24 @@ def dependence(optimizer: Optimizer, device: torch.device) -> Dependence:
 def clips(optimizer: Optimizer, device: torch.device) -> bool:
     """Whether steps of `optimizer` on `device` take the norm of all gradients by torch's functions, as far as they show
     it."""
-    one, _ = _histories(device)
+    history, _ = _histories(device)
     with suppress(Exception), _apart():
-        return any(_takes_norm(optimizer, group, one) for group in _kinds(optimizer))
+        return any(_takes_norm(optimizer, group, history) for group in _kinds(optimizer))
     return False
 
 
 def _dependence(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Dependence:
-    one, other = _histories(device)
-    top, bottom = one.chunk(2, dim=1)
-    left, right = one.chunk(2, dim=2)
+    history, other = _histories(device)
+    top, bottom = history.chunk(2, dim=1)
+    left, right = history.chunk(2, dim=2)
     try:
         with _apart():
-            (alone,), (again,) = _updates(optimizer, group, [one]), _updates(optimizer, group, [one])
-            together, _ = _updates(optimizer, group, [one, other])
+            (alone,), (again,) = _updates(optimizer, group, [history]), _updates(optimizer, group, [history])
+            together, _ = _updates(optimizer, group, [history, other])
             rows = torch.cat(_updates(optimizer, group, [top, bottom]), dim=0)
             columns = torch.cat(_updates(optimizer, group, [left, right]), dim=1)
             # A rank whose weights have no gradients would let the others wait for it.
-            asks_alike = not _takes_norm(optimizer, group, one) or _takes_norm(optimizer, group, one[:1])
+            asks_alike = not _takes_norm(optimizer, group, history) or _takes_norm(optimizer, group, history[:1])
     except OwnCollective:
         return Dependence.RANKS
     except _NormOfSome:
@@ -193,7 +193,7 @@ def _like(optimizer: Optimizer, group: Mapping[str, Any], weights: Sequence[torc
 
 
 def _kinds(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """One group for each set of options."""
+    """One group for each set of options, whatever its learning rate."""
     return list({str({**_options(group), "lr": 0}): group for group in optimizer.param_groups}.values())
 
 

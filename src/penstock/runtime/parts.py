@@ -119,7 +119,8 @@ class Parts:
             install(model, self.gradients.queues, self._split.head_in_chunks())
 
     def connect(self) -> None:
-        """Send a first message to everyone that this rank will send any. All ranks call this together."""
+        """Exchange a first message with each neighbour, on an accelerator also in each group. All ranks call this
+        together."""
         context = self.context
         if context.device.type != "cpu":
             context.groups.warm_up()
@@ -196,13 +197,13 @@ class Parts:
     def _strangers(self) -> list[str]:
         """The names of trained parameters that the model has here and this rank does not hold: those that have come
         since it was parallelised, or were put in the place of others."""
-        found, modules, seen = [], [self._split.model], set[int]()
+        not_held, modules, seen = [], [self._split.model], set[int]()
         for module in modules:  # faster than `parameters()`, in each step
             if id(module) not in seen:
                 seen.add(id(module))
-                found += [p for p in module._parameters.values() if p is not None and id(p) not in self._ids]
+                not_held += [p for p in module._parameters.values() if p is not None and id(p) not in self._ids]
                 modules += [child for child in module._modules.values() if child is not None]
-        unknown = {id(parameter) for parameter in found if parameter.requires_grad}
+        unknown = {id(parameter) for parameter in not_held if parameter.requires_grad}
         if not unknown:
             return []
         return [name for name, parameter in self._split.model.named_parameters() if id(parameter) in unknown]

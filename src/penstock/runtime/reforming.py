@@ -1,6 +1,6 @@
 """What few runs do with an engine that stands: take up another layout, copy the model, put other modules into it.
 
-All ranks of the layout make each of these calls together, but for `copy_of`.
+All ranks of the layout make each of these calls together, but for `copy_of` and mostly `engine_of`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def change_layout(
     ValueError if the layout does not fit the model or the world; nothing has changed then.
 
     Args:
-        make_schedule: for this rank's pipeline; by default the present one, if it fits.
+        make_schedule: for this rank's pipeline; by default the present one, which must fit.
         fill_values: fills in what is held newly: from a checkpoint, or from ranks that have it (`from_live_ranks`).
         migration: of an attempt that failed before, or that has begun to move values.
         on_board: is given the failure board first of all.
@@ -67,12 +67,12 @@ def change_layout(
             "model for it"
         )
     engine.dissolve()
-    mine = layout.pipelines[place.pipeline]
+    pipeline = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
     with new_job(engine.options.timeout, on_board, "a re-formation", engine.options.patience) as board:
         board.resume.update(saved)
-        engine.split.change_stages(mine.stages, mine.stages_of(place.pipeline_rank))
+        engine.split.change_stages(pipeline.stages, pipeline.stages_of(place.pipeline_rank))
         migration.lacking |= set(engine.split.taken)
         connect_ranks(
             engine, layout, make_schedule or engine.make_schedule, board, partial(_fill, engine, fill_values, migration)
@@ -123,8 +123,8 @@ def for_copy(engine: Engine, model: nn.Module) -> Engine:
 def copy_of(model: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a parallelised model, without communication. Its engine is made by `for_copy`."""
     record, kind = record_of(model), type(model)
-    own: Any = original_class(kind)
-    made = own.__new__(own)
+    original: Any = original_class(kind)
+    made = original.__new__(original)
     memo[id(model)] = made
     state = {name: value for name, value in vars(model).items() if name != "_compiled_call_impl"}
     made.__setstate__(copy.deepcopy(state, memo))
@@ -139,8 +139,8 @@ def copy_of(model: Any, memo: dict[int, Any]) -> Any:
 @contextlib.contextmanager
 def renewing(engine: Engine) -> Iterator[None]:
     """Around what puts other modules or parameters in the place of some, such as merging adapters into the layers. All
-    ranks do the same to the whole model, ghosts included, and to no unit's name. A tied weight that one of its stages
-    changes inside is changed on all of them."""
+    ranks do the same to the whole model, ghosts included, and rename no unit. A tied weight that one of its stages
+    changes meanwhile is changed on all of them."""
     parts, context = engine.parts, engine.context
     tied = {
         weight.parameter: weight.ranks for weight in parts.held if context.layout.are_of_several_stages(weight.ranks)

@@ -1,6 +1,6 @@
 """What a rank tells of a training step: a report of what it took, and names in torch's profiler for what it does.
 
-Names are made only while a profiler is on, which is asked once a step.
+Names are made only while a profiler is on. For actions and messages this is asked once a step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepReport:
     Attributes:
         own_sum: sum of the losses it yielded: this pipeline's share of the global batch's loss, or the loss of its own
             batch with `Engine.own_means`.
-        global_sum: the sum of these over all pipelines, the same on every rank: the global batch's loss, but with
+        global_sum: the sum of these over all pipelines, the same on every rank: the global batch's loss, unless with
             `own_means`.
         seconds: duration, with the loop's body.
         bubble: share of it this rank spent waiting for other stages; None on an accelerator, whose host does not wait.

@@ -100,7 +100,7 @@ class TrainingStep:
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[float] | None = None
         self._position = 0
-        # For a loss's hook. A step that its model keeps a loss of would else be garbage that Python cannot see.
+        # For a loss's hook: a model that keeps a loss would else keep the step, in a cycle that Python does not see.
         self._weakly = weakref.ref(self)
         self._begun = False
         # Why the step was not begun.
@@ -127,7 +127,8 @@ class TrainingStep:
 
     @property
     def microbatch(self) -> int:
-        """The microbatch under way: the one whose backward is due, or that of the next action."""
+        """The microbatch under way: the one whose backward is due, or that of the present action. After the last action
+        their number."""
         if self._due is not None:
             return self._due.microbatch
         action = next(iter(self._program.actions[self._position :]), None)
@@ -144,8 +145,8 @@ class TrainingStep:
         """Run the step, yielding each microbatch's output when its backward is due.
 
         Args:
-            meet: waits until all ranks have begun the step, and gives their states, see `Boundaries.prepare`; called
-                before the first message. What it raises ends a step that no rank has begun.
+            meet: waits until all ranks have begun the step, and gives the stages' states, see `Boundaries.prepare`;
+                called before the first message. What it raises ends a step that no rank has begun.
             number: which training step this is, counted from 0 alike on all ranks; it seeds dropout.
             listeners: are told what runs when.
         """
@@ -231,7 +232,7 @@ class TrainingStep:
             return
         at = self.microbatch
         self._watch.stop()
-        # Nobody may see an error that is raised here, as of a dropped iterator: the guard tells every rank.
+        # Perhaps nobody sees an error that is raised here, as where an iterator is dropped: the guard tells every rank.
         with self._board.guard("working together"), torch.enable_grad():
             if not due.called:
                 due.run_backward(self._callers_gradient)
@@ -293,7 +294,7 @@ class TrainingStep:
         )
 
     def _post(self, users: Sequence[ActionOrLoss]) -> None:
-        """Post the receives of the messages that `users` will use, if the program says where."""
+        """Post the receives of the messages that `users` will use, if there are any."""
         if users:
             if not self._begun:
                 self._begin_together()
@@ -413,7 +414,8 @@ class TrainingStep:
     # -- the loss --------------------------------------------------------------------------------------------------
 
     def _global_counts(self) -> Sequence[float]:
-        """The numbers of elements in the loss's means, over all pipelines; on the rank of the last stage."""
+        """The numbers of elements in the loss's means, over all pipelines, or with own means over this one; on the rank
+        of the last stage."""
         if self._total_counts is None:
             self._total_counts = self._inputs.total_counts() if self._own_means else self._totals.finish_counts()
         return self._total_counts
@@ -442,13 +444,13 @@ class TrainingStep:
         interrupts = self._interrupts
         if fault is None:
             self._call_handlers()
-        # A repeated signal leaves the loop's body by an exception: such a rank is not alone with it.
+        # A repeated signal ends the loop's body by an exception, but it has come to the other ranks, too.
         interrupted = self.interruption is not None or (fault is not None and bool(interrupts.called))
         left = fault is not None and not interrupted
         if self._program.top == self._program.last:
             self._global_counts()
         waited = self._channels.seconds_waited - self._waited
-        loss, global_loss, reduction, found = self._sum_over_pipelines(left, interrupted)
+        loss, global_loss, reduction, facts = self._sum_over_pipelines(left, interrupted)
         # All ranks were in the sums, so what was sent has arrived: this waits for nobody who may be lost.
         self._channels.flush()
         if reduction is not None:
@@ -457,15 +459,15 @@ class TrainingStep:
         seconds = time.perf_counter() - self._started
         on_cpu = self._context.device.type == "cpu"
         bubble = waited / seconds if on_cpu and seconds > 0 else None
-        sizes = found.num_samples, found.num_tokens
+        sizes = facts.num_samples, facts.num_tokens
         self.report = StepReport(loss, global_loss, seconds, bubble, len(self._values), *sizes, reduction)
-        only_some_left = 0 < found.num_left < len(self._context.everyone)
+        only_some_left = 0 < facts.num_left < len(self._context.everyone)
         if left or interrupted:  # these say why themselves, and end this
             return left and only_some_left
         if only_some_left:
             # The ranks that left do not come to this sum: they raise on every rank, which ends the wait here.
             self._totals.sums([0.0], "asking who left the training step")
-        if found.num_interrupted and interrupts.wait(LATE_SIGNAL):
+        if facts.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
         return False
 
@@ -486,17 +488,17 @@ class TrainingStep:
         if self._reduces_gradients:
             reducer.launch_rest()
         values = self._values or [torch.zeros((), dtype=LOSS_DTYPE, device=self._context.device)]
-        own = loss = torch.stack(values).sum()
-        mine = found = StepFacts(left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
+        own_loss = loss = torch.stack(values).sum()
+        mine = facts = StepFacts(left, interrupted, sum(self._inputs.sizes), self._inputs.num_tokens())
         if totals.shared:
             # Behind every bucket, which is one order on all ranks, and under way while they are waited for.
             totals.start(loss, mine)
         if self._reduces_gradients and reducer.active:
             report = reducer.finish()
         if totals.shared:
-            loss, found = totals.finish()
+            loss, facts = totals.finish()
         multiply_gradients(self._gradients.parameters, 1.0 / self._loss_scale)
-        return own, loss, report, found
+        return own_loss, loss, report, facts
 
 
 def _backward_begins(

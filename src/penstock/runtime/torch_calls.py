@@ -3,7 +3,7 @@
 `clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
 `GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused,
 as are updates inside a training step. The engine is told when other updates begin and end.
-A scheduler that accelerate has prepared steps once for each pipeline, not for each rank. Other models' parameters are
+A scheduler that accelerate has prepared steps once for each replica, not for each rank. Other models' parameters are
 not concerned.
 """
 
@@ -77,7 +77,7 @@ def _install() -> None:
 
 
 def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """It only gives the gradients on, of which there may be none: whether they are a pipeline's is known here."""
+    """Torch's own passes on only the gradients, and there may be none: whose the parameters are is known here."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if given and all(parameter.grad is None for parameter in given) and not engines_of(given):
         return torch.zeros(())
@@ -129,14 +129,14 @@ def _only_one_trained() -> Engine | None:
 
 def engines_of(parameters: Iterable[torch.Tensor]) -> list[Engine]:
     """Those whose model has some of these parameters, on whatever rank; in one order on all ranks."""
-    own = set(map(id, parameters))
+    ids = set(map(id, parameters))
     known = ((engine, (*engine.known.values(), known_of(engine.split.model).stand_in)) for engine in _engines)
-    return [engine for engine, every in known if not own.isdisjoint(map(id, every))]
+    return [engine for engine, every in known if not ids.isdisjoint(map(id, every))]
 
 
 def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
-    """Whether gradients of this optimizer are not finite, which is so on all ranks if it is on one. Of a rank that has
-    no gradient for it torch's own finds nothing, and its step would fail."""
+    """Whether gradients of this optimizer are not finite, which is so on all ranks if it is on one. On a rank that has
+    no gradient for it torch's own finds nothing, and the scaler's step would fail."""
     infinite: dict[torch.device, torch.Tensor] = torchs_own(scaler, optimizer, *args)
     for engine in engines_of(parameter for group in optimizer.param_groups for parameter in group["params"]):
         engine.recovery.refuse("a GradScaler", "give the plugin precision='fp16'")
@@ -148,7 +148,7 @@ def _unscale(scaler: Any, torchs_own: Any, optimizer: Optimizer, *args: Any) -> 
 
 
 def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *args: Any, **kwargs: Any) -> None:
-    """Accelerate steps once for each process, as a step takes so many batches. Here it takes one for each pipeline."""
+    """Accelerate steps once for each process, as a step takes so many batches. Here it takes one for each replica."""
     groups = (group for optimizer in scheduler.optimizers for group in optimizer.param_groups)
     engines = engines_of(parameter for group in groups for parameter in group["params"])
     if not engines:
@@ -160,7 +160,7 @@ def _step_of_scheduler(scheduler: Any, accelerates: Any, accelerates_own: Any, *
 
 
 def _updated_by(optimizer: Optimizer) -> list[Engine]:
-    """Those some of whose weights on this rank an optimizer has."""
+    """The engines with weights on this rank that an optimizer has."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [engine for engine in _engines if engine.parts.updates.has_any_of(parameters)]
 

@@ -318,7 +318,7 @@ class BoundaryToNext(_RemoteBoundary):
 
     # What was sent and not answered, by microbatch.
     _sent: dict[int, _CrossingSpecs]
-    # Losses whose receives are not posted yet.
+    # How many losses there are whose receives are not posted yet.
     _losses_unposted: int
 
     def prepare(self, order: Sequence[int], crossing: Sequence[Crossing], state: Hashable) -> None:

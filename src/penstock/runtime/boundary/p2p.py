@@ -305,5 +305,5 @@ def header_buffer(num_tensors: int) -> torch.Tensor:
 
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous, or a view of its memory of a type that every backend carries."""
+    """`tensor`, which is contiguous, or a view of its memory as bytes, which every backend carries."""
     return tensor if tensor.dtype in CARRIED else tensor.reshape(-1).view(torch.uint8)

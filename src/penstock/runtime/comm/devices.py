@@ -87,7 +87,8 @@ def refuse_shared_devices(store: dist.Store | None, board: FailureBoard) -> None
 
 
 def default_timeout(device: torch.device) -> datetime.timedelta | None:
-    """How long transfers of torch's default process group may take between tensors on `device`, or on what it has."""
+    """How long torch's default process group lets a transfer of tensors on `device` take; if it has no such device, on
+    one that it has."""
     world: Any = dist.group.WORLD
     kinds = [] if world is None else [kind.type for kind in world._device_types]
     if not kinds:
@@ -97,7 +98,7 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
 
 
 def device_memory() -> float | None:
-    """Bytes that a run may use of this rank's GPU; None on a CPU, whose memory has no such limit."""
+    """Bytes that a run may use of this rank's GPU; None without CUDA."""
     if not torch.cuda.is_available():
         return None
     return USABLE * torch.cuda.get_device_properties(local_device()).total_memory

@@ -173,7 +173,7 @@ def _encoded(mine: Plain) -> bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes: gloo does not carry every dtype."""
+    """The tensor's memory as bytes, whatever its dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -239,9 +239,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _full_name(kind: type) -> str:

@@ -120,7 +120,7 @@ class Groups:
 
     def warm_up(self) -> None:
         """Make the communicators of all collectives on an accelerator now, in one order on all ranks: one made lazily
-        in the middle of a step can deadlock. Those of messages are made by `P2PChannels.warm_up`."""
+        in the middle of a step can deadlock. Those of activations and gradients: `P2PChannels.warm_up`."""
         p2p = set(self._p2p.values())
         for (backend, _, ranks), group in self._made.items():
             if backend != "gloo" and self._rank in ranks and group not in p2p:
@@ -238,7 +238,7 @@ def _unbound() -> Iterator[None]:
 
 # For the first NCCL group of a process: otherwise it hears of the errors of others, and holds up the process's end.
 NO_DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
-# For those whose errors `Groups.fault` finds: otherwise, as torchrun has it, torch ends the process a minute later.
+# For those whose errors `Groups.fault` finds: otherwise torch ends the process a minute later, as torchrun asks it to.
 UNHANDLED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", *NO_DUMPS)
 
 
@@ -284,7 +284,7 @@ def _abort_last(on_device: list[tuple[dist.ProcessGroup, torch.device]]) -> None
 
 
 def _all_at_once(end_last: Callable[..., None], groups: list[Any], *arguments: Any) -> None:
-    """Call `end_last(groups, *arguments)` for each of `groups`; what has not ended then goes on in the background."""
+    """Call `end_last(groups, *arguments)` for each of `groups`; what takes longer goes on in the background."""
     threads = [start_thread(end_last, groups, *arguments, name="penstock-closing") for _ in range(len(groups))]
     deadline = time.monotonic() + CLOSING_SECONDS
     for thread in threads:

@@ -31,7 +31,7 @@ BatchInWords = Callable[[], TellsBatch]
 
 
 class BatchMismatch(RuntimeError):
-    """The ranks of one pipeline were given different batches."""
+    """The ranks of one pipeline, or of those that share their sequences, were given different batches."""
 
 
 class SettingsMismatch(RuntimeError):
@@ -121,7 +121,9 @@ def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -
     same_size = len({described[rank][0] for rank in ranks}) == 1
     names = dict.fromkeys(name for rank in ranks for name in described[rank][2])
     inputs = {name: {rank: tuple(described[rank][2].get(name, ("none", 0))) for rank in ranks} for name in names}
-    differences = [f"{name}: {_unlike(own, ' has ', 'other values')}" for name, own in inputs.items() if _differ(own)]
+    differences = [
+        f"{name}: {_unlike(by_rank, ' has ', 'other values')}" for name, by_rank in inputs.items() if _differ(by_rank)
+    ]
     more = [f"and {len(differences) - 5} inputs more"] if len(differences) > 5 else []
     batches = {}
     for rank in ranks:
@@ -137,7 +139,7 @@ def refuse_unlike_batches(described: Mapping[int, TellsBatch], layout: Layout) -
 
 
 def _with_one_batch(layout: Layout, among: Container[int]) -> list[list[int]]:
-    """The ranks that must be given the same batch, of those `among` which this is asked."""
+    """For each replica, its ranks that are `among` these: they must be given the same batch."""
     replicas = map(layout.of_replica, range(layout.num_replicas))
     ranks_by_replica = (
         [rank for pipeline in replica for rank in pipeline.ranks() if rank in among] for replica in replicas
@@ -145,16 +147,16 @@ def _with_one_batch(layout: Layout, among: Container[int]) -> list[list[int]]:
     return [ranks for ranks in ranks_by_replica if ranks]
 
 
-def _differ(own: Mapping[int, tuple[Any, ...]]) -> bool:
-    return len(set(own.values())) > 1
+def _differ(by_rank: Mapping[int, tuple[Any, ...]]) -> bool:
+    return len(set(by_rank.values())) > 1
 
 
-def _unlike(own: Mapping[int, tuple[Any, ...]], verb: str, other: str) -> str:
+def _unlike(by_rank: Mapping[int, tuple[Any, ...]], verb: str, other: str) -> str:
     """What ranks have, each a form in words and a digest: of those of one form, `other` after the first."""
-    kinds = list(dict.fromkeys(own.values()))
+    kinds = list(dict.fromkeys(by_rank.values()))
     forms = [form for form, _ in kinds]
     words = [f"{other} ({form})" if form in forms[:place] else form for place, form in enumerate(forms)]
-    return in_words({rank: kinds.index(kind) for rank, kind in own.items()}, words.__getitem__, verb)
+    return in_words({rank: kinds.index(kind) for rank, kind in by_rank.items()}, words.__getitem__, verb)
 
 
 def _frozen_in(pipeline: PipelineLayout, by_rank: Mapping[int, Settings]) -> set[tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from penstock.runtime.context import RankContext
 
-# Means that may make up one loss (BERT's pretraining has two).
+# Means that may make up one loss over several pipelines (BERT's pretraining has two).
 MAX_MEANS = 16
 
 
@@ -35,7 +35,7 @@ class Totals:
         self._several = len(context.layout.pipelines) > 1
         self.shared = context.layout.world_size > 1
         self._speaks = context.holds_output and context.place.tensor_parallel_rank == 0
-        # Of the pipelines that share their samples, the first one.
+        # Whether this is the first of the pipelines that share their samples.
         self._counts_samples = context.pipeline is context.layout.of_replica(context.replica)[0]
         self._context = context
         self._on_host = context.device.type == "cpu"
@@ -105,10 +105,10 @@ class Totals:
         ranks call this together, with as many values."""
         if not self.shared:
             return list(values)
-        own = torch.tensor(values if self._speaks else [0.0] * len(values), dtype=torch.float64)
+        sums = torch.tensor(values if self._speaks else [0.0] * len(values), dtype=torch.float64)
         with self._guard(doing):
-            dist.all_reduce(own, group=self._context.groups.world_control)
-        return own.tolist()
+            dist.all_reduce(sums, group=self._context.groups.world_control)
+        return sums.tolist()
 
     def _guard(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return self._context.board.guard(doing, self._context.everyone)

@@ -26,7 +26,7 @@ from penstock.runtime.failures.ring import Ring
 # Seconds that a rank which learned of a failure waits to learn more: which rank was lost, what a failing rank's own
 # interpreter says. It gives that rank the time to show its error first.
 DETAIL_WAIT = 2.0
-# How gloo's errors begin, without the path of its source file. NCCL's and the store's have classes.
+# How gloo's errors begin, with the path of its source file or without. NCCL's and the store's have classes.
 TRANSPORT_ERROR = re.compile(
     r"\[[^\]]*\bgloo/|Gloo connectFullMesh failed|Application timeout caused pair closure|"
     r"Connection closed by peer|Socket (closed|unexpectedly closed)|Socket Timeout|"
@@ -66,7 +66,7 @@ class Endings:
     words: dict[int, str] = field(default_factory=dict)
 
     def is_confirmed(self, account: Account) -> bool:
-        """Whether an account is of an exception of the rank that tells it, or of the end of a process."""
+        """Whether an account blames nobody, or is of an exception of the rank that tells it, or of a process's end."""
         return not account.suspects or account.is_own or any(rank in self.lost for rank in account.suspects)
 
     def is_explained(self, account: Account, rank: int) -> bool:
@@ -104,7 +104,8 @@ class Endings:
 
 
 class PipelineFailure(RuntimeError):
-    """A rank of the job was lost or failed; `rank` is the first that did, as far as is known, `message` the text."""
+    """A rank of the job was lost or failed, or the ranks cannot go on together. `rank`: the first to blame, None if
+    that is not known. `message`: the text."""
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -140,7 +141,7 @@ class FailureBoard:
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
         keys: of the job's store, those of this board; None if there is nobody to tell.
-        resume: the calls that load what this run has saved last: of "model", of "optimizer".
+        resume: the calls that load what this run has saved last, by what they load.
 
     Args:
         watch: this process's `watcher.Watch`, None if there is nobody to watch.
@@ -367,7 +368,8 @@ class FailureBoard:
             return mine
 
     def _is_better(self, account: Account) -> bool:
-        """Whether another rank's account says more than the one known here, if no store decided which was first."""
+        """Whether another rank's account is confirmed and the one known here is not, or of two alike the earlier one:
+        there may be no store that decided which was first."""
         assert self._first is not None
         confirmed = self._endings.is_confirmed
         return (not confirmed(account), account.at) < (not confirmed(self._first), self._first.at)
@@ -421,7 +423,7 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def num_failures() -> int:
-    """How many jobs of this process have failed."""
+    """How many times the failure of a job has ended something under way in this process."""
     return _num_failures
 
 

@@ -63,8 +63,8 @@ class Keys:
     def get(self, key: str) -> str | None:
         """The value of a key, None if it has none: at once, while torch's `get` would wait for it."""
         unlikely = "?"
-        found = self.ask(lambda: self.store.compare_set(key, unlikely, unlikely)).decode()
-        return None if found == unlikely else found
+        value = self.ask(lambda: self.store.compare_set(key, unlikely, unlikely)).decode()
+        return None if value == unlikely else value
 
     def create(self, key: str, value: str) -> str:
         """Set a key that has no value; returns its value afterwards, which another process may have set first."""
@@ -88,7 +88,7 @@ class Keys:
 
 @dataclass
 class _Client:
-    """A store, or a clone that is asked in its place; which is made again, if it has been closed, by its `place`."""
+    """A store, or a clone that is asked instead, and made again once it was closed. `place`: where it listens."""
 
     shared: Any
     own: dist.Store | None

@@ -82,7 +82,7 @@ class Position:
 
     def enter(self, name: str, *, among: Among, detail: Progress | None = None) -> None:
         """A call begins in which the ranks of `among` must take part."""
-        # At once, as the watcher may read at any moment.
+        # In one piece, as the watcher may read at any moment.
         self._calls.append(CallRecord(name, self._num_calls[: among + 1]))
         self._num_calls = [number + (kind <= among) for kind, number in enumerate(self._num_calls)]
         self._detail, self._inside, self._doing = detail, True, ""
@@ -116,7 +116,7 @@ class Position:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around a part of a call; an error in it leaves the name behind, until the next part or call."""
+        """Around a part of a call; an error in it leaves the name behind, until the next call."""
         before, self._doing = self._doing, what
         yield
         self._doing = before

@@ -2,7 +2,7 @@
 
 The kernel closes a process's connections however it ends, so both neighbours of a killed rank notice within
 milliseconds, whatever its main thread or its device was doing, and before any process group exists. News is passed on
-by every rank that has not heard it, so it reaches all ranks even when some are gone; no key-value store is needed for
+by every rank that has not heard it, so it reaches all ranks even when one is gone; no key-value store is needed for
 that.
 
 Both sides of a call prove that they know the job's secret (see `strangers`); without one, what is in the store.
@@ -59,7 +59,7 @@ class _Peer:
         # The rank that this one connected to, or None until a rank that connected here has said which it is.
         self.rank = rank
         self.called = rank is not None
-        # Whether both have proved who they are.
+        # Whether the neighbour has proved who it is.
         self.confirmed = False
         # What the rank that this one connected to says of itself in the store.
         self.address: dict[str, Any] = {}
@@ -354,7 +354,7 @@ class Ring:
     def _call(
         self, address: dict[str, Any], other_nonce: str, own_nonce: str, news: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What is said to a rank that is connected to, which has made `other_nonce`; with `news`, that is all of it."""
+        """What is said to a rank that this one calls, which has made `other_nonce`; after `news` no more is said."""
         proved = proof("calls", self._rank, address["token"], other_nonce, own_nonce, news)
         return {"calls": self._rank, "number": own_nonce, "news": news, "proof": proved}
 

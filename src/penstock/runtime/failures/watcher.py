@@ -34,7 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger("penstock")
 
 TICK_SECONDS = 1.0
-# How long an answer of the store may take. It is not waited for if its process has ended or stands still.
+# How long an answer of the store may take. There is none if its process stands still.
 STORE_SECONDS = 2.0
 # How long a connection of the watch's own to the store may take.
 CONNECT = datetime.timedelta(seconds=5)
@@ -121,9 +121,9 @@ class Watch:
 
     def _hear(self, origin: int, news: dict[str, Any]) -> None:
         if "lost" in news:
-            self._lose(news["lost"], first=False)
+            self._lose(news["lost"], tells_others=False)
         elif "left" in news:
-            self._note_end(news["left"], first=False)
+            self._note_end(news["left"], tells_others=False)
         elif "words" in news:
             self.endings.words[origin] = news["words"]
             self._tell_boards()
@@ -139,18 +139,18 @@ class Watch:
                     self._inquiries.answer(board, origin, news)
         self.notify()
 
-    def _lose(self, rank: int, first: bool = True) -> None:
-        """A rank's process has ended without leave; `first` if this rank has to tell the others."""
+    def _lose(self, rank: int, tells_others: bool = True) -> None:
+        """A rank's process has ended without leave. `tells_others`: as no other rank has told this one."""
         if rank in self.endings.lost:
             return
         self.endings.lost.add(rank)
-        if first:
+        if tells_others:
             self.ring.tell({"lost": rank})
         self._tell_boards()
 
-    def _note_end(self, rank: int, first: bool = True) -> None:
+    def _note_end(self, rank: int, tells_others: bool = True) -> None:
         self.endings.left.add(rank)
-        if first:
+        if tells_others:
             self.ring.tell({"left": rank})
 
     def _tell_boards(self) -> None:
@@ -166,8 +166,8 @@ class Watch:
                 if fault := board.find_fault():
                     board.fail(fault[0], suspects=fault[1])
                 self._inquiries.look_after(board)
-        # Boards may also go by garbage collection. That runs in any thread, which may hold any lock, so it is not told
-        # of it. Nor does this thread wait for the lock: who has it may wait for this thread to end.
+        # Boards may also go by garbage collection, of which nobody is told: it runs in any thread, which may hold any
+        # lock. Nor does this thread wait for the lock: who has it may wait for this thread to end.
         if not list(self._boards) and _lock.acquire(blocking=False):
             try:
                 self._close_if_alone()
@@ -187,8 +187,8 @@ def _own_client(store: Any) -> dist.Store | None:  # torch's stubs know neither 
     before = store.timeout
     try:
         store.set_timeout(CONNECT)
-        found: dist.Store | None = store.clone()
-        return found
+        client: dist.Store | None = store.clone()
+        return client
     except Exception as error:
         logger.warning("the watcher may learn late of lost ranks: no connection of its own (%s)", in_one_line(error))
         return None

@@ -57,18 +57,18 @@ class TiedCopies:
     @torch.no_grad()
     def reconcile(self, adopt: bool = False) -> str | None:
         """Where copies differ by roundings, or whatever they differ by with `adopt`, all take that of the first holder.
-        What to say if they differ by more. All ranks call this together."""
+        Returns what to say if they differ by more. All ranks call this together."""
         rank, groups, apart_by_name = self._context.rank, self._context.groups, {}
         with self._context.board.guard("comparing tied weights", self._context.everyone):
             for weight in self._tied:
-                own = weight.parameter.detach()
-                first = own.clone() if rank == weight.ranks[0] else torch.zeros_like(own)
+                value = weight.parameter.detach()
+                first = value.clone() if rank == weight.ranks[0] else torch.zeros_like(value)
                 real = torch.view_as_real(first) if first.is_complex() else first
                 group = groups.reduction[weight.ranks]
                 work = dist.all_reduce(real, group=group, async_op=True)
                 wait_for_all(work, group, real.device, self._context.board.check)
-                apart = float((first - own).abs().max()) if own.numel() else 0.0
-                limit = ROUNDINGS * torch.finfo(own.dtype).eps * float(first.abs().max()) if own.numel() else 0.0
+                apart = float((first - value).abs().max()) if value.numel() else 0.0
+                limit = ROUNDINGS * torch.finfo(value.dtype).eps * float(first.abs().max()) if value.numel() else 0.0
                 if apart > limit:
                     apart_by_name[weight.name] = apart
                 if apart and (adopt or apart <= limit):

@@ -48,7 +48,7 @@ class GradientNorm:
     holds."""
 
     def __init__(self, held: Sequence[HeldParameter], context: RankContext):
-        self._parameters = [parameter.parameter for parameter in held]
+        self._parameters = [weight.parameter for weight in held]
         self._held, self._context = held, context
 
     def clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -119,7 +119,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
 
 
 def autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """A maker of contexts that restore the autocast state of the moment of the call."""
+    """A maker of contexts with the autocast of the moment of this call; if it is off then, they change nothing."""
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return partial(autocast, device, dtype)
 

@@ -91,7 +91,7 @@ def find_holders(
         shared.update(ranks for ranks in every if len(ranks) > 1)
         parameter = next((local[name] for name in names if name in local), None)
         if parameter is not None:
-            # One whose holders are of several indices has no other copies at those, as slices have none.
+            # A partial one counts as a slice: its first keeper answers for it, with whatever tensor-parallel rank.
             is_sliced = any(name in sliced or name in partial for name in names)
             ranks, first = every[tensor_parallel_rank], by_first_name[tensor_parallel_rank]
             held.append(HeldParameter(names[0], parameter, ranks, is_sliced, first))

@@ -16,7 +16,8 @@ sent to the previous stage, only if no other holder waits for these before it jo
 - On a rank with several stages all sums are launched after its last message: its last backward is not that of its last
   units.
 
-Frozen parameters are in no bucket: a step sums what is trainable in it, on which all holders have agreed by then."""
+Frozen parameters are in no bucket, unless steps under `no_sync` have left gradients: a step sums what is trainable in
+it, on which all holders have agreed by then."""
 
 from __future__ import annotations
 
@@ -303,7 +304,7 @@ class Bucket:
             self.works[0].get_future().add_done_callback(lambda _: setattr(self, "finished_at", time.perf_counter()))
 
     def finish(self, group: dist.ProcessGroup, rank: int, check: Callable[[], object]) -> None:
-        """Wait for the sum, in which the parameters' gradients are where it is wanted; `check` ends the wait."""
+        """Wait for the sum, which keepers then have as the parameters' gradients; `check` ends the wait."""
         device = self.parameters[0].device
         for work in self.works:
             wait_for_all(work, group, device, check)
@@ -353,9 +354,9 @@ def _dense(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 def make_buckets(held: Sequence[HeldParameter], capacity: int = BUCKET_BYTES) -> list[Bucket]:
     """Pack parameters with several holders, given in forward order, into buckets in backward order.
 
-    All ranks of a group make the same buckets for it, because each keeps the forward order. A bucket's sums have the
-    same keepers. Those of several keepers share the capacity, so that what is filled side by side is complete as early
-    as one bucket.
+    All ranks of a group make the same buckets for it, because each keeps the forward order. All parameters of a bucket
+    have the same keepers. A group's buckets for different keepers share the capacity, so that what is filled side by
+    side is complete as early as one bucket.
     """
     buckets: list[Bucket] = []
     latest: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], tuple[Bucket, int]] = {}

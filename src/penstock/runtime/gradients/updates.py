@@ -1,7 +1,7 @@
 """Whether all ranks' optimizers have taken the last step, which an interrupt may have cut short on some of them.
 
-A signal between two steps is the user's program's to handle, so it may end `optimizer.step()` half-way, or after it on
-one rank and before it on another. Nothing can undo an update; but whoever saves weights of two steps should know.
+A signal between two steps is the user's program's to handle, so it may end `optimizer.step()` half-way, or come after
+it on one rank and before it on another. Nothing can undo an update; but whoever saves weights of two steps should know.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Update(IntEnum):
 
 class UpdateWatch:
     """Notes updates between training steps: steps of optimizers, of which torch tells the beginning and the end, and
-    weights that are changed by hand, of which those that changed together once are what an update changes."""
+    weights that are changed by hand: those that changed together once are taken for what an update changes."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -76,7 +76,7 @@ class UpdateWatch:
             return Update.UNKNOWN
         if changed := tuple(self.changed()):
             return Update.WHOLE if changed in self._patterns else Update.PART
-        # Where some updates pass this rank by, as optimizers take turns, or parts of the model do, none says nothing.
+        # Where optimizers or parts of the model take turns, some updates pass this rank by: no change says nothing.
         return Update.NONE if self._due and self._always else Update.UNKNOWN
 
     def changed(self) -> list[int]:

@@ -63,5 +63,7 @@ class GradientWatch:
         if all(map(is_, first, map(_gradient, self._parameters))):  # makes no call of Python
             return False
         pairs = zip(self._parameters, first, strict=True)
-        exchanged = [(one, gradient) for one, gradient in pairs if gradient is not None and one.grad is not gradient]
-        return any(not gradient.is_sparse and not is_hooked(one) for one, gradient in exchanged)
+        exchanged = [
+            (weight, gradient) for weight, gradient in pairs if gradient is not None and weight.grad is not gradient
+        ]
+        return any(not gradient.is_sparse and not is_hooked(weight) for weight, gradient in exchanged)

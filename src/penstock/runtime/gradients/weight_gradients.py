@@ -132,7 +132,7 @@ def install(model: nn.Module, queues: WeightGradientQueues, without: nn.Module |
 
 def _deferrable(model: nn.Module, without: nn.Module | None = None) -> Iterator[nn.Linear | Conv1D]:
     """The layers that can defer: plain `nn.Linear` and GPT-2's `Conv1D`. Subclasses may compute something else, and a
-    weight with several holders in this model also gets gradients elsewhere, so both keep autograd's own gradient. So
+    weight that several modules share also gets gradients elsewhere, so both keep autograd's own gradient. So
     does a layer with far more outputs than inputs. To defer its weight gradient would keep the gradient of its outputs,
     which for the head of a language model is as large as the logits."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -260,7 +260,7 @@ def _accumulate(
 
 
 def knows_deferral(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Mark a post-accumulate hook that may run while a gradient is deferred, asking `awaits` for it."""
+    """Mark a post-accumulate hook that may run though a gradient is deferred, as it asks `awaits`."""
     hook.knows_deferral = True  # type: ignore[attr-defined]  # a mark on a function
     return hook
 
