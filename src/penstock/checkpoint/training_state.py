@@ -80,7 +80,7 @@ class TrainingState:
 class CommonState:
     """What is in the file that every rank reads whole: the fields of `TrainingState`; for each rank of the world in
     `pipelines` which batch its pipeline takes; and of the optimizer its class and what `OptimizerState` has of the
-    whole model."""
+    whole model, without tensors."""
 
     step: Count
     extra: dict[str, Any]
@@ -308,8 +308,8 @@ def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
     path = f"{reader.path_of(location)}, {key}"
     reader.verify({key: Resharding()})
     data = io.BytesIO(bytes_of(reader.read(key, Resharding())))
-    found = vars(typed(_RandomStates, plain_content(data, path), path))
-    states = {name: state for name, state in found.items() if name != "cuda" or state is not None}
+    fields = vars(typed(_RandomStates, plain_content(data, path), path))
+    states = {name: state for name, state in fields.items() if name != "cuda" or state is not None}
     for name, state in states.items():
         try:
             check_random_state(name, state)
@@ -334,8 +334,8 @@ def plain_data(content: Any, what: str) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         name = refused_global(error)
-        found = describe(error) if name is None else f"a {name}"
-        raise CheckpointError(f"{what} has something that is no plain data: {found}") from None
+        reason = describe(error) if name is None else f"a {name}"
+        raise CheckpointError(f"{what} has something that is no plain data: {reason}") from None
     return buffer.getvalue()
 
 
@@ -388,16 +388,16 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
 def load_object(path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> Any:
     """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
     path = os.path.abspath(path)
-    found: list[Any] = []
+    contents: list[Any] = []
 
     def read() -> None:
         try:
-            found.append(load_data(path))
+            contents.append(load_data(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
 
     world_comm.together(f"reading the file to load {path}", read)
-    return found[0]
+    return contents[0]
 
 
 _BIT_GENERATOR = "MT19937"  # numpy's global one, always
