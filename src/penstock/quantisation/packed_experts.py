@@ -114,7 +114,7 @@ class _MatrixByMatrix(WeightConverter):  # type: ignore[misc]  # a library witho
         return {layer_name: hf_quantizer.pack(model, layer_name, pieces)}
 
     def _pieces(self, num_matrices: int, at_once: int, layer_name: str, **kwargs: Any) -> Iterator[torch.Tensor]:
-        """Some matrices of the stack after another, as many at once as consist of whole blocks."""
+        """The matrices of the stack in order, as few at once as make whole blocks."""
         tensors = dict(self.collected_tensors)
         for start in range(0, num_matrices, at_once):
             for source, matrices in tensors.items():

@@ -18,8 +18,8 @@ PART = 1 << 24
 
 
 class SFT(TrainerAdapter):
-    """SFTTrainer: the model's own loss, with the metrics of `TokenMetrics`. It runs the model without TRL's fused head,
-    whose loss it is."""
+    """SFTTrainer: the model's own loss, with the metrics of `TokenMetrics`. The model runs without TRL's fused head,
+    which would give the same loss."""
 
     trainer_class = "trl.SFTTrainer"
 
@@ -110,9 +110,9 @@ def token_sums(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
             rows: Iterable[torch.Tensor] = logits.in_parts(count)
         else:
             rows = logits.detach().flatten(0, -2).split(count)
-        for some, wanted in zip(rows, following.flatten().split(count), strict=True):
+        for chunk, wanted in zip(rows, following.flatten().split(count), strict=True):
             kept = wanted != IGNORED
-            raised = some[kept]
+            raised = chunk[kept]
             raised = raised if raised.dtype == torch.float64 else raised.to(torch.float32)
             # Not p log p: a token that cannot be is -inf in the logits.
             entropy = torch.special.entr(raised.softmax(-1)).sum(dtype=torch.float64)
