@@ -86,8 +86,8 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     """The checkpoints in a folder, whole or not, the newest first; the folder itself if it is one. Raises
     CheckpointError."""
     folder = os.path.abspath(folder)
-    if (own := FoundCheckpoint(folder, None)).has_table:
-        return [own]
+    if (itself := FoundCheckpoint(folder, None)).has_table:
+        return [itself]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
     try:

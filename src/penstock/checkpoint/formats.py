@@ -91,11 +91,11 @@ class ModelFormat(SaveFormat):
         """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
         are tied that the model does not declare as tied."""
         model, options = self.model, self.options
-        told = [report.metadata for report in reports if report.metadata]
-        self.metadata = {name: text for metadata in told for name, text in metadata.items()}
-        if told:  # torchao's list of all tensors, by their names before it took packed ones apart
+        of_ranks = [report.metadata for report in reports if report.metadata]
+        self.metadata = {name: text for metadata in of_ranks for name, text in metadata.items()}
+        if of_ranks:  # torchao's list of all tensors, by their names before it took packed ones apart
             self.metadata["tensor_names"] = json.dumps(
-                [n for metadata in told for n in json.loads(metadata["tensor_names"])]
+                [n for metadata in of_ranks for n in json.loads(metadata["tensor_names"])]
             )
         sources = first_holders(reports, shards_of(model))
         order = {name: place for place, name in enumerate(whole_state(model))}
@@ -319,7 +319,7 @@ class ParallelFormat(SaveFormat):
             files.append(FileSpec(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
             # The leader has the states of all ranks' random generators in its file.
             self.given = {random_key(rank): self._random}
-            random = {random_key(peer): Source(told.holdings[_RANDOM], (peer,)) for peer, told in enumerate(reports)}
+            random = {random_key(peer): Source(each.holdings[_RANDOM], (peer,)) for peer, each in enumerate(reports)}
             name = self._name_of(TRAINING, reports[leader].place)
             files.append(FileSpec(name, leader, random, parts[TRAINING], part=TRAINING))
         for part, tensors in parts.items():

@@ -97,8 +97,8 @@ def checked_weights(
         reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
         readers.append((reader, manifest))
         every_source, held = match(model, manifest, reader, directory), shards_of(model)
-        themselves, own = parts_of_state(model)
-        for name in (*themselves, *own):
+        themselves, others = parts_of_state(model)
+        for name in (*themselves, *others):
             source = every_source[name]
             sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
         reader.verify(dict(sources.values()))

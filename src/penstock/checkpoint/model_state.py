@@ -171,15 +171,15 @@ def registered_names(model: nn.Module) -> set[str]:
 @torch.no_grad()
 def fill(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give the state that this rank holds these values; what is not among them stays."""
-    themselves, own = parts_of_state(model)
+    themselves, others = parts_of_state(model)
     done = set[int]()
     for name, target in themselves.items():
         if id(target) not in done and name in values:
             target.copy_(values[name])
             done.add(id(target))
-    if own:  # with what else is in the same modules, which their code may want to see
-        modules = {name.rpartition(".")[0] for name in own}
-        names = [*own, *(name for name in themselves if name.rpartition(".")[0] in modules)]
+    if others:  # with what else is in the same modules, which their code may want to see
+        modules = {name.rpartition(".")[0] for name in others}
+        names = [*others, *(name for name in themselves if name.rpartition(".")[0] in modules)]
         model.load_state_dict({name: values[name] for name in names if name in values}, strict=False)
 
 

@@ -133,16 +133,16 @@ def restore_optimizer(
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, whole.groups, strict=True)):
         indices = []
         for parameter in group["params"]:
-            mine = names.get(id(parameter))
-            if mine is not None:
-                if group_of.get(mine) != number:
-                    where = f"in group {group_of[mine]}" if mine in group_of else "in none"
+            logical = names.get(id(parameter))
+            if logical is not None:
+                if group_of.get(logical) != number:
+                    where = f"in group {group_of[logical]}" if logical in group_of else "in none"
                     raise CheckpointError(
-                        f"{mine} is in group {number} of the optimizer, but was {where} when saved"
+                        f"{logical} is in group {number} of the optimizer, but was {where} when saved"
                         ": make it with the groups of the saved one, or load without it"
                     )
-                if mine in states and keeps(parameter):
-                    content["state"][index] = states[mine]
+                if logical in states and keeps(parameter):
+                    content["state"][index] = states[logical]
             indices.append(index)
             index += 1
         _check_settings(number, saved, group, f"{kind}, but the optimizer here is {type(optimizer).__name__}")

@@ -165,8 +165,8 @@ def checked_training_state(
     rank, and what every rank reads whole. `manifest`: the table of contents, if it is known. Raises CheckpointMismatch
     if it does not fit, CheckpointError if it is damaged."""
     loading = _Loading(model, directory, state, world, variant, manifest)
-    told = world.together(f"checking the training state to load {directory}", loading.check)
-    return partial(loading.apply, [replica for replica, _ in told], [names for _, names in told]), loading.common
+    checked = world.together(f"checking the training state to load {directory}", loading.check)
+    return partial(loading.apply, [replica for replica, _ in checked], [names for _, names in checked]), loading.common
 
 
 class _Loading:

@@ -42,7 +42,7 @@ FORMING_HANG_TIMEOUT = 10.0
 DETAILS = 0.1
 # How long others that begin a run are waited for without a word.
 WAITING = 10.0
-# How long the members of a run that may be over are looked at before it is taken to be.
+# How long the members of a run that may be over are looked at: it is over if all stand still for half of that.
 DEAD = 3.0
 _imported = time.time()
 # So many changes in a row in which nobody was lost and nobody joined, without an update in between, are no accident.

@@ -46,7 +46,7 @@ class ElasticRun:
     Attributes:
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
-        in_call: whether `run_call` is at work.
+        in_call: whether a call is being made.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
         save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.

@@ -71,11 +71,11 @@ class TokenMetrics:
         trainer = self._trainer
         engine, state = trainer.pipelines.engine, trainer.accelerator.gradient_state
         layout, pipeline = engine.layout, engine.place.pipeline
-        own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
+        numbers = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
         if layout.part_of(pipeline):  # all parts were given the tokens
-            own[-1] = 0.0
-        every = torch.zeros(layout.num_replicas, len(own), dtype=torch.float64)
-        every[layout.replica_of(pipeline)] = torch.tensor(own, dtype=torch.float64)
+            numbers[-1] = 0.0
+        every = torch.zeros(layout.num_replicas, len(numbers), dtype=torch.float64)
+        every[layout.replica_of(pipeline)] = torch.tensor(numbers, dtype=torch.float64)
         every = torch.tensor(engine.sum_over_pipelines(every.flatten().tolist()), dtype=every.dtype).view(every.shape)
         if state.end_of_dataloader and state.remainder > 0:
             every = every[: state.remainder]  # as accelerate does, of what fills up the last batches
