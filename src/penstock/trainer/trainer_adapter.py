@@ -56,7 +56,8 @@ class NoMetrics:
 class TrainerAdapter:
     """What transformers' Trainer computes: the model's own loss, that of `compute_loss_func`, or a smoothed one.
 
-    It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order.
+    It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order, but for those of the
+    criterion, which the last stage makes.
 
     Attributes:
         trainer_class: where TRL gives users the class which this adapter is for: "trl.DPOTrainer".
