@@ -128,7 +128,7 @@ def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: st
 
 
 def checkpoint_ranks(pipeline: Engine | None) -> CheckpointRanks:
-    """How all ranks talk about checkpoints; a single process without a pipeline with nobody."""
+    """The ranks that save and load together: all that the engine has; without one this process alone."""
     if pipeline is None:
         return CheckpointRanks()
     pipeline.refuse_if_over()

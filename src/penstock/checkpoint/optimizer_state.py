@@ -22,7 +22,7 @@ from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, wh
 @dataclass
 class OptimizerState:
     """What one rank's optimizer holds for the parameters of this rank: of each group the settings, and the names of its
-    parameters; of each of these the states that are no tensors; and the others by `<parameter>//<state>`."""
+    parameters; of each of these the states that are no tensors; and the tensors by `<parameter>//<state>`."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)

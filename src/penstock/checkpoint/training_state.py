@@ -96,8 +96,8 @@ class CommonState:
 def collect_training_state(
     model: nn.Module, state: TrainingState, is_writer: bool
 ) -> tuple[torch.Tensor, OptimizerState]:
-    """Read this rank's share: the states of its random generators, which go to the leader, and of what its
-    optimizer holds what it writes."""
+    """Read this rank's share: the states of its random generators, which go to the leader, and what it writes of its
+    optimizer's state."""
     optimizer_state = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
     if not is_writer:
@@ -106,7 +106,7 @@ def collect_training_state(
 
 
 def random_key(rank: int) -> str:
-    """The name of a rank's random generators' states among those of the optimizer, which is no parameter's."""
+    """The name of the states of a rank's random generators among the optimizer's tensors: no parameter has such."""
     return f"{SEPARATOR}random.{rank}"
 
 

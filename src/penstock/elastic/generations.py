@@ -289,8 +289,8 @@ def _are_dead(members: Sequence[int], pulse: Pulse) -> bool:
 
 # Seconds between two looks at the store, which serves all members: longer by as much again for every so many of them.
 AGREEMENT_PAUSE, MEMBERS_A_PAUSE = 0.01, 32
-# A member that lives has so many times the hang timeout for its report: a step may take long, or its program have left
-# the training loop without an end.
+# A member that lives has so many times the hang timeout for its report: a step may take long, or its program may have
+# left the training loop without an end.
 REPORT_PATIENCE = 5
 
 

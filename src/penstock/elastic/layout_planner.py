@@ -24,7 +24,7 @@ from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model
 from penstock.runtime.comm.devices import device_memory
 
-# Beside the weights, numbers of each parameter that an optimizer keeps: Adam's two.
+# How many numbers an optimizer keeps for each number of a weight: Adam's two.
 STATES = 2
 
 

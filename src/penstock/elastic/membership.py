@@ -29,7 +29,7 @@ logger = logging.getLogger("penstock")
 BEAT_SECONDS = 0.2
 # How long the heartbeat of a member whose connection closed stands still before it is lost.
 STILL_SECONDS = 0.5
-# Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
+# So many numbers in a row that no member has (a process took one, and ended as it came) end the list of members.
 LONGEST_GAP = 16
 # Seconds after which all is read once more, though nobody has told of news.
 LOOK_AGAIN = 1.0
@@ -42,7 +42,7 @@ def tell(meeting: Meeting) -> None:
 
 @dataclass(frozen=True)
 class MemberRecord(MemberMessage):
-    """What a member says about itself when it joins. `group`, `shard`: members of one group share stages, each with a
+    """What a member says about itself when it comes. `group`, `shard`: members of one group share stages, each with a
     shard of their weights. `facts`: a digest of its model and settings, which must be everybody's."""
 
     member: int
@@ -96,7 +96,7 @@ class Pulse:
         return self._records[member]
 
     def everyone(self) -> list[int]:
-        """All members that have ever joined."""
+        """All members that have ever come."""
         number, end = 0, LONGEST_GAP
         while number < end:
             if self.record(number) is not None:

@@ -253,7 +253,7 @@ def refuse_peft(model: PeftModel) -> None:
 
 
 def _packed_targets(model: PeftModel) -> list[str]:
-    """What adapters shall be put on that a library keeps packed outside of a layer."""
+    """The targets of adapters that a library keeps packed outside of a layer."""
     listed = (getattr(config, "target_parameters", None) or () for config in model.peft_config.values())
     packed = packed_weights(mark_packed(model.get_base_model()))
     # As they are called in a model that is neither packed nor adapted.

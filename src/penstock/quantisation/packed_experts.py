@@ -86,7 +86,7 @@ class PackedExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]  # a lib
 
 
 def _treats_each_matrix_alone(conversion: Any) -> bool:
-    """Whether a rule of transformers puts separate matrices on one another, and does no more along that dimension."""
+    """Whether a rule of transformers stacks separate matrices, and does no more along that dimension."""
     if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) > 1:
         return False
     first, *others = conversion.operations

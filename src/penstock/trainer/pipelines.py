@@ -77,7 +77,7 @@ class Pipelines(ABC):
         self, place: tuple[int, int], max_steps: int, steps_per_epoch: int, folder: str | None
     ) -> tuple[int, int]:
         """Be ready to train from the checkpoint in `folder`, or from the start. Returns the epoch, and the batch in it,
-        to begin with: `place` by the Trainer's own account."""
+        to begin with. `place`: those that the Trainer itself has found."""
 
     @abstractmethod
     def prepare(self, own: Callable[[], tuple[Any, Any]], loader: Any) -> tuple[Any, Any]:
