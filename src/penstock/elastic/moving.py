@@ -79,7 +79,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
         for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
             for shard in range(context.layout.tensor_parallel_size):
                 holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
-                staying = [rank for rank, (leaves, i, _) in enumerate(every) if i == shard and not leaves]
+                staying = [rank for rank, (is_leaving, i, _) in enumerate(every) if i == shard and not is_leaving]
                 if not staying or not holders or any(rank in staying for rank in holders):
                     continue
                 source, to = holders[0], staying[turn % len(staying)]
