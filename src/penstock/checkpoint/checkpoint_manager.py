@@ -56,11 +56,11 @@ class CheckpointManager:
     its processes are told to leave.
 
     Attributes:
-        last: what `resume` has loaded; None if there was nothing.
+        last: the checkpoint that was loaded last; None if there was none.
 
     Raises:
-        ValueError: `every` or `keep_last` is below 1.
-        TypeError: one of them is no integer, or something cannot be saved.
+        ValueError: `every` or `keep_last` is below 1, or `on_signal` is not possible here.
+        TypeError: one of them is no integer, or `model` is none of transformers or diffusers.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class CheckpointManager:
             self._listen()
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint. Returns its step, or 0 if there is none and a new run begins.
+        """Load the newest whole checkpoint. Returns its step, or 0 if there is none and a new run begins; in a process
+        that joins an elastic run, the step of that run.
 
         Raises:
-            CheckpointError: there are checkpoints, but none of them can be loaded.
+            CheckpointError: there are checkpoints, but none of them is whole, or the newest that is does not fit.
         """
         recovery, errors = self._participants.recovery, list[CheckpointError]()
 
@@ -115,7 +116,7 @@ class CheckpointManager:
             errors.clear()
             try:
                 self.last = load_if_any(self.folder, self._model, **self._state)
-            except CheckpointError as error:  # which no rank is lost by
+            except CheckpointError as error:  # by which no rank is lost
                 errors.append(error)
                 return None
             return None if self.last is None else self.last.step
@@ -128,8 +129,8 @@ class CheckpointManager:
         return recovery.step if recovery.repeats else loaded
 
     def newest(self, objects: Mapping[str, Any]) -> tuple[int, str] | None:
-        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none, or if what it
-        saves is without one of the run's `objects`."""
+        """Step and path of the newest whole checkpoint, as this process sees it; None if there is none, or if this
+        manager does not save all of the run's `objects`."""
         known = [id(value) for value in self._state.values()]
         objects = {"optimizer": self._state["optimizer"] or self, **objects}
         if missing := [name for name, value in objects.items() if id(value) not in known]:
@@ -192,7 +193,7 @@ class CheckpointManager:
         )
 
     def _save_unfinished(self) -> None:
-        """All processes of an elastic run leave it."""
+        """Save an elastic run that all its processes leave."""
         self._write(self._participants.recovery.step)
 
     def finish(self) -> None:

@@ -86,8 +86,8 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     """The checkpoints in a folder, whole or not, the newest first; the folder itself if it is one. Raises
     CheckpointError."""
     folder = os.path.abspath(folder)
-    if (own := FoundCheckpoint(folder, None)).has_table:
-        return [own]
+    if (itself := FoundCheckpoint(folder, None)).has_table:
+        return [itself]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
     try:
@@ -125,11 +125,11 @@ def remove_checkpoint(path: str) -> None:
             os.remove(table)
         indices = [weight_file_names(".safetensors", None, diffusers)[1] for diffusers in (False, True)]
         for name in sorted(os.listdir(path)):
-            own = os.path.join(path, name)
-            if STAGING.fullmatch(name) and is_directory(own):
+            entry = os.path.join(path, name)
+            if STAGING.fullmatch(name) and is_directory(entry):
                 discard(path, name)
-            elif (is_rank_file(name, None) or is_configuration(name) or name in indices) and is_regular(own):
-                os.remove(own)
+            elif (is_rank_file(name, None) or is_configuration(name) or name in indices) and is_regular(entry):
+                os.remove(entry)
         os.rmdir(path)
 
 
@@ -148,7 +148,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[dict[str, Any]]:
     """What each checkpoint in a folder holds, the newest first; plain data, see `inspect_checkpoint`. Raises
-    CheckpointError if there is no such folder, or nothing in it."""
+    CheckpointError if there is no such folder, or no checkpoint in it."""
     checkpoints = find_checkpoints(folder)
     if not checkpoints:
         raise CheckpointError(
@@ -165,7 +165,7 @@ def inspect_folder(folder: str | os.PathLike[str], values: bool = True) -> list[
 
 def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
     """What a checkpoint holds, as plain data. `values`: compare every value with its checksum, which reads all files.
-    Otherwise only sizes are compared."""
+    Otherwise only sizes are compared, and the checksum of the file that every rank reads whole."""
     manifest = whole_manifest(path)
     reader, compared = CheckpointReader(path, manifest, MODEL), manifest.files if values else ()
     faults = [fault for name in compared for fault in _faults_of(path, manifest, reader, name)]
@@ -222,7 +222,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
             continue
         seen.add(name)
         shape, dtype = reader.whole_shape(name), location.info.dtype
-        own = set[str]().union(*(states.get(alias, set()) for alias in {name, *ties.get(name, ())}))
+        kept = set[str]().union(*(states.get(alias, set()) for alias in {name, *ties.get(name, ())}))
         yield {
             "name": name,
             "shape": list(shape),
@@ -231,7 +231,7 @@ def _parameters(manifest: Manifest, reader: CheckpointReader) -> Iterator[dict[s
             "file": location.file_name,
             "sharded": reader.saved_sharding(name) is not None,
             "tied_to": [other for other in ties.get(name, ()) if other != name],
-            "optimizer_states": sorted(own),
+            "optimizer_states": sorted(kept),
         }
 
 
@@ -258,11 +258,11 @@ def merge_checkpoint(
     max_shard_size: int | str = "5GB",
 ) -> list[str]:
     """Make of a parallel checkpoint, or of the newest one in a folder, the folder that `save_pretrained` would write;
-    of a module that is no model of transformers the file of weights alone, with every name of its `state_dict()`.
-    Returns the names of the files of weights. No more than one of them is in memory at a time.
+    of a module of neither transformers nor diffusers the weights alone, with every name of its `state_dict()`. Returns
+    the names of the files of weights. No more than one of them is in memory at a time.
 
     Raises CheckpointError: the checkpoint is damaged, its model's class is derived from one of transformers' and not
-    known here, or `destination` cannot be written. A checkpoint that was there is intact then."""
+    known here, or `destination` cannot be written. If a checkpoint was there, a whole one is there then."""
     path, directory = newest_checkpoint(source), os.path.abspath(destination)
     manifest = whole_manifest(path)
     model, reader = _model_of(path, manifest), CheckpointReader(path, manifest, MODEL)
@@ -299,17 +299,17 @@ class _MergedFormat(ModelFormat):
                 write_bytes(os.path.join(folder, name), file.read(MAX_SIDE_BYTES))
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)} or self.names
         holdings = {
-            name: HeldTensor(self.reader.whole_shape(own), self.reader.locations[own].info.dtype, name in parameters)
-            for name, own in self.names.items()
+            name: HeldTensor(self.reader.whole_shape(key), self.reader.locations[key].info.dtype, name in parameters)
+            for name, key in self.names.items()
         }
         return SavingReport(place, holdings=holdings)
 
     def get(self, name: str) -> torch.Tensor:
         """Read a tensor, and join it from its shards."""
-        own = self.names[name]
-        sharding = Resharding(self.reader.saved_sharding(own))
-        self.reader.verify({own: sharding})
-        return self.reader.read(own, sharding)
+        key = self.names[name]
+        sharding = Resharding(self.reader.saved_sharding(key))
+        self.reader.verify({key: sharding})
+        return self.reader.read(key, sharding)
 
 
 def _model_of(path: str, manifest: Manifest) -> nn.Module:
@@ -338,5 +338,5 @@ def _model_of(path: str, manifest: Manifest) -> nn.Module:
             f"{path} holds a {manifest.model_class}, but its config.json is of {type(model).__name__}"
             ": put the saved model's config.json there again"
         )
-    found: nn.Module = model
-    return found
+    without_weights: nn.Module = model
+    return without_weights

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that a rank holds, by its name in the unsplit model, and its shape there."""
+    """The shape and dtype that a tensor which a rank holds has in the unsplit model."""
 
     shape: tuple[Count, ...]
     dtype: Annotated[str, DTYPES]
@@ -79,7 +79,7 @@ def writers_of(reports: Sequence[SavingReport]) -> list[int]:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a tensor comes from: one rank, or of a tensor that is sharded those that have its shards, in order."""
+    """Where a tensor comes from: one rank; or, if it is sharded, the ranks that have its shards, in order."""
 
     holding: HeldTensor
     ranks: Sequence[int]
@@ -147,7 +147,8 @@ class SaveFormat:
         raise NotImplementedError
 
     def write(self, file: FileSpec, content: Content, folder: str, background: BackgroundWork) -> dict[str, Any] | None:
-        """Write a file. What a `FileEntry` says of it, once `background` is left; None in a folder without such."""
+        """Write a file. Returns what a `FileEntry` says of it, complete once `background` is left; None if the folder
+        has no table of contents."""
         raise NotImplementedError
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
@@ -167,7 +168,8 @@ def describe_holdings(model: nn.Module, state: Mapping[str, torch.Tensor]) -> di
 def first_holders(
     reports: Sequence[SavingReport], sharded: Mapping[str, Sharding] | None = None, names: Collection[str] = ()
 ) -> dict[str, Source]:
-    """Each tensor, or those of these names, from the first rank that holds it, or of `sharded` the first group."""
+    """Each tensor, or each of `names`, and the first rank that holds it; of a `sharded` one the first tensor-parallel
+    group."""
     writers, sharded = writers_of(reports), sharded or {}
     size = reports[writers[0]].place.tensor_parallel_size
     first = {name: place for place in reversed(range(len(writers))) for name in reports[writers[place]].holdings}

@@ -33,7 +33,7 @@ from penstock.checkpoint.untrusted import CheckpointError, cannot_read, describe
 SaveFunction = Callable[[Any, str], Any]
 
 _FLUSHED_AT_ONCE = 4
-# Of an archive of tensors, which has some hundred bytes for each of them there.
+# The most bytes of an archive's table of contents, which has some hundred for each tensor.
 MAX_TABLE = 8 * 1024**2
 
 
@@ -88,8 +88,8 @@ def write_bytes(path: str, content: bytes) -> None:
 
 
 def replace_file(path: str, content: bytes, draft: str) -> None:
-    """Write a file by way of a `draft` beside it, so that a kill at any moment leaves what was there, or this, whole.
-    Raises CheckpointError."""
+    """Write a file by way of a `draft` on the same file system, so that a kill at any moment leaves what was there, or
+    this, whole. Raises CheckpointError."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(draft)  # of a save that was killed
     try:
@@ -215,8 +215,8 @@ def plain_content(file: BinaryIO, path: str) -> Any:
 
 
 def check_archive(file: BinaryIO, path: str) -> None:
-    """Check that a file is an archive as `torch.save` writes it, which is not compressed: what it says of its own size
-    could not be believed else. Raises CheckpointError."""
+    """Check that a file is an archive as `torch.save` writes it, which is not compressed: otherwise what it says of its
+    own size could not be believed. Raises CheckpointError."""
     try:
         if (size := _table_size(file)) > MAX_TABLE:
             raise zipfile.BadZipFile(f"its table of contents has {size:,} bytes, the most are {MAX_TABLE:,}")
@@ -276,8 +276,8 @@ Explained = Callable[[], AbstractContextManager[None]]
 class BackgroundWork:
     """What is left to other threads while files are written one after another: checksums, and flushes to disk.
 
-    When it is left without an error, all of that is done, and raises here if it has failed. With an error the files are
-    removed: what is said of it may need the room."""
+    When it is left without an error, all of that is done, and raises here if it has failed. With an error its files are
+    removed, as a report of the error may need the room."""
 
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, "penstock-save")

@@ -2,7 +2,7 @@
 assembled from the ranks of a pipeline; and parallel checkpoints, of files that each rank writes and their table of
 contents.
 
-Plans are decided on meta tensors from names, shapes and dtypes, by every rank for itself and alike.
+Plans of ordinary folders are made on meta tensors from names, shapes and dtypes, by every rank for itself and alike.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class ModelFormat(SaveFormat):
     """The folder that `save_pretrained` writes for the unsplit model. `files`: names of the files of weights. `index`:
-    says which of them holds which tensor; None if there is one. `metadata`: what a library that packs weights has to
-    say of them in the files."""
+    says which of them holds which tensor; None if there is one file. `metadata`: what a library that packs weights
+    has to say of them in the files."""
 
     files: list[str] = field(default_factory=list, init=False)
     index: dict[str, Any] | None = field(default=None, init=False)
@@ -91,18 +91,18 @@ class ModelFormat(SaveFormat):
         """Each file is assembled by the rank that holds most of it already. transformers raises RuntimeError if weights
         are tied that the model does not declare as tied."""
         model, options = self.model, self.options
-        told = [report.metadata for report in reports if report.metadata]
-        self.metadata = {name: text for metadata in told for name, text in metadata.items()}
-        if told:  # torchao's list of what it has packed
+        of_ranks = [report.metadata for report in reports if report.metadata]
+        self.metadata = {name: text for metadata in of_ranks for name, text in metadata.items()}
+        if of_ranks:  # torchao's list of all tensors, by their names before it took packed ones apart
             self.metadata["tensor_names"] = json.dumps(
-                [n for metadata in told for n in json.loads(metadata["tensor_names"])]
+                [n for metadata in of_ranks for n in json.loads(metadata["tensor_names"])]
             )
         sources = first_holders(reports, shards_of(model))
         order = {name: place for place, name in enumerate(whole_state(model))}
         packed = {name.removesuffix(".weight") for name in packed_weights(model)}
 
         def place_of(name: str) -> tuple[int, str]:
-            # What a packed weight is saved as only its holder knows, so no order of its own counts.
+            # Only its holder knows under which names a packed weight is saved, so these are sorted.
             layer = unit_of(name, packed)
             return (order.get(own_name(name), len(order)), "") if layer is None else (order[f"{layer}.weight"], name)
 
@@ -259,7 +259,7 @@ class AdapterFormat(SaveFormat):
                 flush_file(os.path.join(folder, name))
 
     def replacement(self, directory: str, folder: str, entries: Mapping[str, FileEntry]) -> Replacement:
-        """The configuration is put in place before the weights. Weights in the format that would be read first go."""
+        """The configuration is put in place before the weights. Old weights that would be read first are removed."""
         written = sorted(os.listdir(folder))
         weights = [name for name in written if name.startswith(ADAPTER)]
         first, second = (f"{ADAPTER}{extension}" for extension in EXTENSIONS)
@@ -321,7 +321,7 @@ class ParallelFormat(SaveFormat):
             files.append(FileSpec(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
             # The leader has the states of all ranks' random generators in its file.
             self.given = {random_key(rank): self._random}
-            random = {random_key(one): Source(each.holdings[_RANDOM], (one,)) for one, each in enumerate(reports)}
+            random = {random_key(peer): Source(each.holdings[_RANDOM], (peer,)) for peer, each in enumerate(reports)}
             name = self._name_of(TRAINING, reports[leader].place)
             files.append(FileSpec(name, leader, random, parts[TRAINING], part=TRAINING))
         for part, tensors in parts.items():
@@ -353,8 +353,8 @@ class ParallelFormat(SaveFormat):
         return rank_file_name(STEMS[part], *ranks, self.options.extension, self.options.variant)
 
     def _to_write(self, reports: Sequence[SavingReport], rank: int) -> dict[str, Mapping[str, torch.Tensor]]:
-        """The tensors and states that this rank holds and no rank before it writes. Each tensor-parallel rank holds
-        another part of what is sharded."""
+        """The tensors and states that this rank writes: with `once` those that no rank before it does. Each
+        tensor-parallel rank holds another part of what is sharded."""
         writers = writers_of(reports)
         if not self.once or rank not in writers:
             return self._parts
@@ -408,7 +408,7 @@ class ParallelFormat(SaveFormat):
             extension: weight_file_names(extension, options.variant, self.diffusers)[1] for extension in EXTENSIONS
         }
         starts, old = [table], list[str]()
-        # That of an ordinary checkpoint stays, as its shards do.
+        # The index of an ordinary checkpoint stays, as its shards do.
         for name in indices.values():
             if name in names_there and _leads_to_rank_files(os.path.join(directory, name), options.variant):
                 old.append(name)

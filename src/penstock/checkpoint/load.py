@@ -97,8 +97,8 @@ def checked_weights(
         reader = CheckpointReader(directory, manifest, MODEL, tensor_parallel_place(model))
         readers.append((reader, manifest))
         every_source, held = match(model, manifest, reader, directory), shards_of(model)
-        themselves, own = parts_of_state(model)
-        for name in (*themselves, *own):
+        themselves, others = parts_of_state(model)
+        for name in (*themselves, *others):
             source = every_source[name]
             sources[name] = source, Resharding(reader.saved_sharding(source), held.get(name))
         reader.verify(dict(sources.values()))
@@ -182,7 +182,7 @@ def _refuse(directory: str, what: str, names: list[str]) -> None:
 
 
 def is_parallelized(directory: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a checkpoint with a file for each stage."""
+    """Whether a folder holds a parallel checkpoint."""
     return os.path.exists(os.path.join(directory, manifest_name()))
 
 
@@ -250,8 +250,8 @@ def _of_stages(
     for group in tied_groups(model):
         lacking.update(group if lacking & set(group) else ())
     every = {**held_state(fresh), **take_shards(fresh)}
-    found = {name: tensor for name, tensor in every.items() if name not in lacking and not name.endswith(MARK)}
-    return found, info.missing_keys, info.unexpected_keys
+    tensors = {name: tensor for name, tensor in every.items() if name not in lacking and not name.endswith(MARK)}
+    return tensors, info.missing_keys, info.unexpected_keys
 
 
 def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
@@ -265,8 +265,9 @@ def _of_module(model: nn.Module, files: Sequence[str]) -> Read:
 
 
 def check_ordinary(directory: str) -> list[str]:
-    """Check what transformers would open in a folder that somebody else may have made; paths of the files of weights.
-    Raises CheckpointError for what is no regular file of this folder, leads out of it, or is not what its name says."""
+    """Check what transformers would open in a folder that somebody else may have made. Returns the paths of the files
+    of weights. Raises CheckpointError if there are none, or one is no regular file of this folder, leads out of it, or
+    is not what its name says."""
     if not os.path.isdir(directory):
         raise CheckpointError(f"{directory} is no directory")
     for name in sorted(os.listdir(directory)):

@@ -1,6 +1,6 @@
 """The files of a checkpoint: their names, and the table of contents of a parallel one, which says which file holds
 which tensor, and how each must look. It names the staging folder, too: a reader takes a file from there while it is
-there (see `staging`). Nothing under another name is ever removed.
+there (see `staging`). No file under another name is ever removed from a checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def rank_file_name(
 
 
 def common_file_name(variant: str | None) -> str:
-    """What a training state holds besides the optimizer's tensors."""
+    """The file of what a training state holds besides the tensors of optimizers and of random generators."""
     return _named("training_state", ".bin", variant)
 
 
 def is_rank_file(name: str, variant: str | None) -> bool:
-    """Whether `name` is that of a file of a parallel checkpoint, other than its table of contents."""
+    """Whether `name` is that of a file of weights or of the training state in a parallel checkpoint."""
     match = _RANK_FILE.fullmatch(name)
     return match is not None and (match[1] or match[2]) == variant
 
@@ -121,7 +121,7 @@ def is_configuration(name: str) -> bool:
 # -- the table of contents ---------------------------------------------------------------------------------------------
 
 FORMAT = "penstock parallel checkpoint"
-VERSION = 2  # 1 had the random states of all ranks in one file
+VERSION = 2  # 1 had the random states of all ranks in the file that every rank reads whole
 
 MODEL = "model"
 TRAINING = "training"
@@ -142,13 +142,13 @@ class FileEntry:
     """One file."""
 
     part: Annotated[str, STEMS]
-    # That of the rank that wrote it. Ranks of other pipelines, which write a part of a divided optimizer's state, are
-    # counted on.
+    # That of the rank that wrote it. Ranks of other pipelines, which write a part of a sharded optimizer's state, have
+    # the numbers that follow.
     pipeline_rank: Place = field(metadata={KEY: "stage"})
     tensor_parallel_rank: Place
     size: Count
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    # CRC-32 of a file that is read whole and holds no tensors of its own.
+    # CRC-32 of the file that every rank reads whole; None for files of tensors.
     checksum: Checksum | None = None
     # Of older tables: further names, each with that under which the file has the tensor.
     aliases: dict[str, str] = field(default_factory=dict)
@@ -165,16 +165,16 @@ class Manifest:
     tied: list[list[str]]
     files: dict[str, FileEntry]
     # Of each tensor that is sharded over the tensor-parallel ranks, the dimension, and the number of fused blocks along
-    # it that are each sharded by themselves. Every other tensor is whole in each rank's file.
+    # it that are each sharded by themselves. Every other tensor is whole, in whichever file it is.
     shards: dict[str, _Shard] = field(default_factory=dict)
 
     def dump(self) -> bytes:
         content = {"format": FORMAT, "version": VERSION} | content_of(self)
-        # In one line: with indents it takes several times as long, which a small checkpoint notices.
+        # In one line: with indents it takes several times as long, which counts for a small checkpoint.
         return (json.dumps(content, default=content_of) + "\n").encode()
 
     def path_of(self, directory: str, file_name: str) -> str:
-        """Where a file is now. Raises CheckpointError if that is no regular file of this folder."""
+        """Where a file is now. Raises CheckpointError if it is missing, or no regular file of this folder."""
         staging, final = os.path.join(directory, self.staging), os.path.join(directory, file_name)
         try:
             if is_directory(staging):
@@ -198,7 +198,7 @@ class Manifest:
 
 def whole_manifest(directory: str, variant: str | None = None, model_class: str | None = None) -> Manifest:
     """The table of contents of a checkpoint that is whole as far as sizes tell. Raises CheckpointMismatch if it is of
-    another class, CheckpointError if it is damaged."""
+    another class or format version, CheckpointError if it is damaged."""
     manifest = read_manifest(directory, variant)
     if model_class not in (None, manifest.model_class):
         raise CheckpointMismatch(

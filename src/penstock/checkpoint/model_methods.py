@@ -128,7 +128,7 @@ def load_parallelized(model: Any, directory: str | os.PathLike[str], variant: st
 
 
 def checkpoint_ranks(pipeline: Engine | None) -> CheckpointRanks:
-    """How all ranks talk about checkpoints; a single process without a pipeline with nobody."""
+    """The ranks that save and load together: all that the engine has; without one this process alone."""
     if pipeline is None:
         return CheckpointRanks()
     pipeline.refuse_if_over()
@@ -151,7 +151,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     """Call a method of the model's own class that saves it, on one rank, where the model is whole meanwhile. Returns
     what it returned; None on the other ranks. Raises CheckpointError if it fails, or a rank cannot give its part."""
     world = checkpoint_ranks(model.pipeline)
-    what, own, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
+    what, whole, returned = f"save by {type(model).__name__}.{name}()", _WholeModel(model, SaveOptions()), list[Any]()
 
     def report() -> SavingReport:
         refuse_unsupported(model, merged=None)
@@ -160,7 +160,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
                 f"{own_names[0]} is neither a parameter nor a buffer, so it cannot be given to {name}(): save with "
                 "save_pretrained, or save_parallelized"
             )
-        return own.report(world.place, "")
+        return whole.report(world.place, "")
 
     def call(file: FileSpec, content: Content) -> None:
         assert not isinstance(content, bytes)
@@ -171,7 +171,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
     with model.pipeline.saving(Call.SAVE_BY_OWN_METHOD):
         reports = tell_reports(world, what, report)
-        world.together(f"running {name}() to {what}", lambda: each_file(own, reports, world, call))
+        world.together(f"running {name}() to {what}", lambda: each_file(whole, reports, world, call))
     return returned[0] if returned else None
 
 
@@ -233,7 +233,7 @@ PathLike = str | os.PathLike[str]
 
 
 def unwrapped(optimizer: Any) -> Optimizer | None:
-    """The optimizer inside this library's or accelerate's wrapper. Raises TypeError if there is none."""
+    """The optimizer inside this library's or accelerate's wrapper; None for None. Raises TypeError for others."""
     inner = optimizer.unwrap() if isinstance(optimizer, PipelineOptimizer) else optimizer
     inner = getattr(inner, "optimizer", inner)
     if inner is not None and not isinstance(inner, Optimizer):
@@ -259,7 +259,7 @@ def restore_progress(pipeline: Engine, loaded: CommonState) -> None:
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:
     """Write the state of an optimizer of this rank's stages, fp16's loss scale, and what decides the run's random
-    numbers: a file from each rank that keeps a part of the state. Every rank calls it. Raises CheckpointError."""
+    numbers: the files of a `ParallelFormat` without a model. Every rank calls it. Raises CheckpointError."""
     scale, ranks = loss_scale_of(optimizer), checkpoint_ranks(pipeline)
     extra = {} if scale is None else {"loss_scale": scale.state_dict()}
     state = TrainingState(unwrapped(optimizer), step=pipeline.step_number, extra=extra, run=progress_of(pipeline))

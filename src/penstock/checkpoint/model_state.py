@@ -77,7 +77,7 @@ def _decoded(name: str, content: torch.Tensor) -> Any:
         raise CheckpointError(f"{name} is damaged: {describe(error)}") from None
 
 
-# Containers have the kind of each in front.
+# The kinds of containers, by the name that stands first in what they become.
 _LISTS: Mapping[str, type] = {"list": list, "tuple": tuple}
 _DICTIONARIES: Mapping[str, type] = {"dict": dict, "OrderedDict": OrderedDict}
 
@@ -98,7 +98,7 @@ def _told(value: Any) -> Any:
     if kind in _LISTS.values():
         return [kind.__name__, *map(_told, value)]
     if kind in _DICTIONARIES.values():
-        return [kind.__name__, *([_told(key), _told(one)] for key, one in value.items())]
+        return [kind.__name__, *([_told(key), _told(each)] for key, each in value.items())]
     raise TypeError(f"it is, or holds, a {kind.__name__}")
 
 
@@ -109,7 +109,7 @@ def _understood(told: Any) -> Any:
     if kind in _LISTS:
         return _LISTS[kind](map(_understood, parts))
     if kind in _DICTIONARIES:
-        return _DICTIONARIES[kind]((_understood(key), _understood(one)) for key, one in parts)
+        return _DICTIONARIES[kind]((_understood(key), _understood(each)) for key, each in parts)
     if kind == "tensor":
         dtype, shape, content = parts
         flat = torch.frombuffer(bytearray(base64.b64decode(content)) or bytearray(8), dtype=DTYPES[dtype])
@@ -123,7 +123,7 @@ def _understood(told: Any) -> Any:
 
 def held_state(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that this rank holds, and what else its modules save, under their names in
-    the unsplit model; or `state_dict`. Raises CheckpointError if something can not be saved."""
+    the unsplit model; or `state_dict`. Raises CheckpointError if something cannot be saved."""
     values = model.state_dict() if state_dict is None else state_dict
     _refuse_nested(model, values)
     state = as_tensors(values)
@@ -138,9 +138,9 @@ def _refuse_nested(model: nn.Module, state: Mapping[str, Any]) -> None:
     if not any(inside.values()):
         return
     for held, tensor in chain(model.named_parameters(), model.named_buffers()):
-        for name, found in inside.items():
+        for name, pointers in inside.items():
             elsewhere = held.rpartition(".")[0] != name.rpartition(".")[0]
-            if elsewhere and _in_memory(tensor) and tensor.data_ptr() in found:
+            if elsewhere and _in_memory(tensor) and tensor.data_ptr() in pointers:
                 raise CheckpointError(
                     f"cannot save {name}: it is a {type(plain[name]).__name__} that holds {held}, and each rank has a "
                     "part of the model only. Save parameters and buffers under names of their own"
@@ -148,8 +148,8 @@ def _refuse_nested(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _in_memory(value: Any) -> bool:
-    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
-    return plain and not value.is_meta and value.numel() > 0
+    is_dense = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+    return is_dense and not value.is_meta and value.numel() > 0
 
 
 def parts_of_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -171,15 +171,15 @@ def registered_names(model: nn.Module) -> set[str]:
 @torch.no_grad()
 def fill(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give the state that this rank holds these values; what is not among them stays."""
-    themselves, own = parts_of_state(model)
+    themselves, others = parts_of_state(model)
     done = set[int]()
     for name, target in themselves.items():
         if id(target) not in done and name in values:
             target.copy_(values[name])
             done.add(id(target))
-    if own:  # with what else is in the same modules, which their code may want to see
-        modules = {name.rpartition(".")[0] for name in own}
-        names = [*own, *(name for name in themselves if name.rpartition(".")[0] in modules)]
+    if others:  # with what else is in the same modules, which their code may want to see
+        modules = {name.rpartition(".")[0] for name in others}
+        names = [*others, *(name for name in themselves if name.rpartition(".")[0] in modules)]
         model.load_state_dict({name: values[name] for name in names if name in values}, strict=False)
 
 

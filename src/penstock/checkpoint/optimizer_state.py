@@ -22,7 +22,7 @@ from penstock.modeling.weights.whole import shards_of, tensor_parallel_place, wh
 @dataclass
 class OptimizerState:
     """What one rank's optimizer holds for the parameters of this rank: of each group the settings, and the names of its
-    parameters; of each of these the states that are no tensors; and the others by `<parameter>//<state>`."""
+    parameters; of each of these the states that are no tensors; and the tensors by `<parameter>//<state>`."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     members: list[list[str]] = field(default_factory=list)
@@ -41,7 +41,7 @@ def logical_names(model: nn.Module) -> dict[int, str]:
 
 
 def keeps_state(model: nn.Module) -> Callable[[torch.Tensor], bool]:
-    """Whether this rank keeps the state of a parameter: with a sharded optimizer not each of its holders does."""
+    """Tells whether this rank keeps the state of a parameter: with a sharded optimizer not each of its holders does."""
     engine = known_of(model).engine
     held = () if engine is None else engine.held
     others = {id(weight.parameter) for weight in held if weight.owners and engine.rank not in weight.owners}
@@ -171,16 +171,16 @@ def restore_optimizer(
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, whole.groups, strict=True)):
         indices = []
         for parameter in group["params"]:
-            mine = names.get(id(parameter))
-            if mine is not None:
-                if group_of.get(mine) != number:
-                    where = f"in group {group_of[mine]}" if mine in group_of else "in none"
+            logical = names.get(id(parameter))
+            if logical is not None:
+                if group_of.get(logical) != number:
+                    where = f"in group {group_of[logical]}" if logical in group_of else "in none"
                     raise CheckpointError(
-                        f"{mine} is in group {number} of the optimizer, but was {where} when saved"
+                        f"{logical} is in group {number} of the optimizer, but was {where} when saved"
                         ": make it with the groups of the saved one, or load without it"
                     )
-                if mine in states and keeps(parameter):
-                    content["state"][index] = states[mine]
+                if logical in states and keeps(parameter):
+                    content["state"][index] = states[logical]
             indices.append(index)
             index += 1
         _check_settings(number, saved, group, f"{kind}, but the optimizer here is {type(optimizer).__name__}")
@@ -198,16 +198,16 @@ def _laid_out_like(parameter: torch.Tensor | None, saved: torch.Tensor) -> torch
 def _check_settings(number: int, saved: Mapping[str, Any], here: Mapping[str, Any], kinds: str) -> None:
     """Check that a saved group has a number where the optimizer has one, and as many values where it has several."""
     for key, value in here.items():
-        found = saved.get(key)
+        there = saved.get(key)
         if _is_number(value):
-            fits, expected = _is_number(found), "a number"
+            fits, expected = _is_number(there), "a number"
         elif isinstance(value, tuple):
-            fits = isinstance(found, (tuple, list)) and len(found) == len(value)
+            fits = isinstance(there, (tuple, list)) and len(there) == len(value)
             expected = f"{len(value)} values"
         else:
             continue
         if not fits:
-            has = f"{key} is {found!r:.80}" if key in saved else f"there is no {key!r}"
+            has = f"{key} is {there!r:.80}" if key in saved else f"there is no {key!r}"
             raise CheckpointError(
                 f"the saved state is that of {kinds}, which it does not fit: in its group {number} {has}, expected "
                 f"{expected}, as {value} here. Make the optimizer that was saved, or load without one"
@@ -225,7 +225,7 @@ def reshardings_of(
 ) -> dict[str, Resharding]:
     """The saved state tensors of this rank's parameters, and how they are sharded: as the parameter if of its shape.
     `saved_shapes` are those of the first tensor-parallel rank of the saving run. Raises CheckpointError if a state of
-    another shape belongs to a parameter that is sharded otherwise than it was."""
+    another shape, and of several numbers, belongs to a parameter that is sharded otherwise than it was."""
     parameters, held, (_, size) = parameters_by_name(model, optimizer), shards_of(model), tensor_parallel_place(model)
     reshardings: dict[str, Resharding] = {}
     keeps = keeps_state(model)

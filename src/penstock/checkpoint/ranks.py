@@ -16,8 +16,8 @@ from penstock.runtime.failures.board import ranks_in_words
 
 @dataclass(frozen=True)
 class SavingRank:
-    """Where a rank that saves stands. `number`, in its files' names: its index among the ranks of all pipelines that
-    have its tensor-parallel rank. The first pipeline writes; the others hold the same weights."""
+    """Where a rank that saves or loads stands. `number`, in its files' names: its index among the ranks of all
+    pipelines that have its tensor-parallel rank. The first pipeline writes the weights; the others hold the same."""
 
     number: int = 0
     num_pipeline_ranks: int = 1
@@ -53,9 +53,9 @@ def _name_the_others(doing: str, peers: Sequence[int]) -> Iterator[None]:
 
 class CheckpointRanks(Ranks):
     """Ranks of which all raise CheckpointError if one fails: it names that rank and the cause. It is a
-    CheckpointMismatch if that is why each of them failed. `group`: whose backend carries CPU tensors (gloo); None for a
-    rank on its own. `guard`: how a lost rank is told and named. Without it a CheckpointError says which ranks it can
-    have been. `place`: where this one stands."""
+    CheckpointMismatch if each rank that failed raised one. `group`: whose backend carries CPU tensors (gloo); None for
+    a rank on its own. `guard`: how a lost rank is reported and named. Without it a CheckpointError says which ranks it
+    can have been. `place`: where this one stands."""
 
     def __init__(
         self,

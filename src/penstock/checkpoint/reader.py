@@ -34,8 +34,8 @@ class Resharding:
 
 
 def sharding_in_manifest(manifest: Manifest, name: str, shape: Sequence[int], count: int = 1) -> Sharding | None:
-    """How the saving run had sharded a parameter, of this shape over `count` ranks; None if it was whole. Raises
-    CheckpointError if it cannot have been sharded like that."""
+    """How the saving run had sharded a parameter; None if it was whole. `shape`: that of what `count` shards are
+    together. Raises CheckpointError if it cannot have been sharded like that."""
     if name not in manifest.shards:
         return None
     dim, blocks = manifest.shards[name]
@@ -128,8 +128,8 @@ class CheckpointReader:
 
 
 def _locations(manifest: Manifest, part: str) -> list[dict[str, Location]]:
-    """Where the files of each tensor-parallel rank have which tensor. What several ranks of a pipeline hold is read
-    from the first of them, by everybody."""
+    """For each tensor-parallel rank of the saving run, where its files have each tensor. What several ranks of a
+    pipeline hold is read from the first of them, by everybody."""
     locations: list[dict[str, Location]] = [{} for _ in range(manifest.tensor_parallel_size)]
     order = attrgetter("pipeline_rank", "tensor_parallel_rank")
     for file_name, entry in sorted(manifest.files.items(), key=lambda item: order(item[1])):

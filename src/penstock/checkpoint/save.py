@@ -5,8 +5,8 @@
 `model_methods.save_by_own_method`.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
-which end when a rank is lost or the program destroys its groups. So each marks in the staging folder, which all ranks
-see, that it is done: by a small file. The leader, which puts the files in place, waits for them.
+which end when a rank is lost or the program destroys its groups. So each rank marks in the staging folder, which all
+ranks see, that it is done: by a small file. The leader, which puts the files in place, waits for these.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def save_parallelized(
 ) -> None:
     """Save a split model: a file for each rank of one pipeline, or with `merge_checkpoints` what `save_pretrained`
     would write. Every rank calls this, with the same arguments; the others are those of `SaveOptions`. Raises
-    TypeError, ValueError, and on all ranks CheckpointError; the previous checkpoint is intact then."""
+    TypeError, ValueError, and on all ranks CheckpointError; there is a whole checkpoint then, if there was one before.
+    """
     options = SaveOptions.parse(save_pretrained_kwargs)
     refuse_unsupported(model, options if merge_checkpoints else None)
     if merge_checkpoints and training_state is not None:
@@ -84,9 +85,9 @@ def save_run_state(
     given_up: Callable[[], str | None] = lambda: None,
     afterwards: Callable[[], None] = lambda: None,
 ) -> None:
-    """Save the model and the training state in safetensors files, each weight and each state of it once. With `saver`
-    return once everything is copied to its memory; every rank is to `finish` it, and `given_up` says why it can come to
-    no end any more. `afterwards` is called on the rank that puts the files in place."""
+    """Save the model and the training state, tensors as safetensors, each weight and each state of it once. With
+    `saver` return once everything is copied to its memory; every rank is to `finish` it, and `given_up` says why it can
+    come to no end any more. `afterwards` is called on the rank that puts the files in place."""
     save_format = ParallelFormat(model, SaveOptions(safe_serialization=True), training_state, once=True)
     save = Save(save_format, save_directory, world_comm, afterwards)
     if saver is None:
@@ -148,7 +149,7 @@ class Save:
         copies: Sequence[tuple[FileSpec, Content]],
         given_up: Callable[[], str | None],
     ) -> None:
-        if (own := done_name(self._place)) not in marks:
+        if (mark := done_name(self._place)) not in marks:
             return
 
         def write_copies() -> Entries:
@@ -158,7 +159,7 @@ class Save:
             return entries
 
         try:
-            mark_done(os.path.join(path, own), write_copies)
+            mark_done(os.path.join(path, mark), write_copies)
             if self._place.is_leader:
                 self._commit(path, wait_until_done(path, marks, given_up))
         except BaseException:
@@ -208,7 +209,7 @@ class Save:
 
     @contextlib.contextmanager
     def _writing(self, path: str) -> Iterator[tuple[Write, Entries]]:
-        """What writes a file, and what the files hold, which is whole after the block: then all are on disk."""
+        """What writes a file, and what the files hold, which is complete after the block: then all are on disk."""
         entries: Entries = {}
         with BackgroundWork() as background:
 
@@ -243,7 +244,7 @@ _FAILED = ".failed"
 
 class Saver:
     """A model's saves that go on beside its training: copies of tensors on the CPU, in memory that the next save uses
-    again, pinned for those of an accelerator; and a thread that writes them."""
+    again, pinned for those of a GPU (CUDA); and a thread that writes them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
@@ -271,22 +272,22 @@ class Saver:
         """Have files written to `directory` by a thread."""
         # A daemon: Python waits at its end for other threads, whatever they wait for.
         self._pending = in_thread(write, "penstock-save")
-        _pending[self._pending] = directory
+        _unfinished[self._pending] = directory
 
     def finish(self, ranks: CheckpointRanks) -> None:
         """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            ranks.together(f"writing the files of the save to {_pending[pending]}", lambda: _finish(pending))
+            ranks.together(f"writing the files of the save to {_unfinished[pending]}", lambda: _finish(pending))
 
 
 # Saves that nobody has finished yet, each with its folder.
-_pending: dict[Future[None], str] = {}
+_unfinished: dict[Future[None], str] = {}
 
 
 def _finish(save: Future[None]) -> None:
     wait([save])
-    del _pending[save]
+    del _unfinished[save]
     save.result()
 
 
@@ -294,7 +295,7 @@ def _finish(save: Future[None]) -> None:
 def _finish_all() -> None:
     """Wait for what is being written. A failure that nobody was told of ends the program with status 1."""
     failed = False
-    for save, directory in list(_pending.items()):
+    for save, directory in list(_unfinished.items()):
         try:
             _finish(save)
         except BaseException:

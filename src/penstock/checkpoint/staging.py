@@ -10,11 +10,11 @@ folders would lose those, and renaming the files one by one mixes two checkpoint
 3. The files are put in their places, and the index is made to name them there. Files of earlier checkpoints, which are
    known by their names, and the staging folder are removed.
 
-A kill leaves a staging folder behind. The next save does step 3 if the folder's own table of contents or index refers
-to it, and removes it. Two jobs that save into one folder at the same time are not kept apart.
+A kill leaves a staging folder behind. If the checkpoint's table of contents or index refers to it, the next save puts
+its files in their places; then it removes it. Two jobs that save into one folder at the same time are not kept apart.
 
-Somebody else may have made the folder. So only regular files are moved, from the staging folder to the same name
-beside it, and only under the names that a save gives the files of weights and states.
+Somebody else may have made the folder. So of what an interrupted save left only regular files are moved, to the same
+name in the checkpoint's folder, and only under the names that a save gives its indices and files of weights and states.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replacement:
     """How staged files become the checkpoint."""
 
     # Small files beside the weights, put in place first. A configuration that changed is the one thing that is not
-    # atomic with the rest; it is only seen when another model, or a resized one, is saved into a folder.
+    # atomic with the rest; that shows only when another model, or a resized one, is saved into a folder.
     sides: Sequence[str]
     # What readers start from: a table of contents, an index, or a single file of weights.
     starts: Sequence[str]
@@ -79,12 +79,12 @@ def discard(directory: str, staging: str, made: Sequence[str] = ()) -> None:
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:
-    """Make what was staged the checkpoint. Small files may not be on disk yet; what is written by several ranks is. If
+    """Make what was staged the checkpoint. Small files may not be on disk yet; what several ranks have written is. If
     it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
     for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
         kind = kind_of(path)
-        if kind not in (None, "a regular file", "a link"):  # of a link not what it leads to is replaced, but itself
+        if kind not in (None, "a regular file", "a link"):  # a link is replaced itself, not what it leads to
             raise CheckpointError(
                 f"cannot replace {path}: it is {kind}, and is in the way of the checkpoint's file"
                 ". Move it away, or save to another folder"
@@ -108,7 +108,7 @@ def commit(directory: str, staging: str, what: Replacement) -> None:
 
 
 def _put_in_place(directory: str, staging: str, files: Collection[str], indices: Sequence[str]) -> None:
-    """Give staged files their final names, and make indices that name them in the staging folder name them there."""
+    """Give staged files their final names, and make the indices that named them in the staging folder use these."""
     folder = os.path.join(directory, staging)
     for name in files:
         staged, final = os.path.join(folder, name), os.path.join(directory, name)
@@ -170,15 +170,16 @@ def _publish(staged: str, final: str) -> None:
             os.remove(link)
         os.link(staged, link)
     except OSError:
-        # A file system without hard links: for the moment until the index is replaced the file is missed by readers.
+        # A file system without hard links: readers miss the file until the index is replaced, a moment later.
         _replace(staged, final)
     else:
         _replace(link, final)
 
 
 def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
-    """The staged files that tables of contents and indices in a folder refer to, and the names of such indices. What
-    cannot be read refers to nothing: no reader can start from it."""
+    """The staged files that tables of contents and indices in a folder refer to, and the names of such indices; first,
+    an index that such a table still lacks is replaced. What cannot be read refers to nothing: no reader can start from
+    it."""
     files, indices = set[str](), list[str]()
     for table in filter(None, map(MANIFEST.fullmatch, sorted(os.listdir(directory)))):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
@@ -188,9 +189,9 @@ def _referred_to(directory: str, staging: str) -> tuple[set[str], list[str]]:
     for name in filter(INDEX.fullmatch, sorted(os.listdir(directory))):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             places = read_index(os.path.join(directory, name)).values()
-            own = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
-            if own and all(file in files or is_shard(file, name) for file in own):
-                files |= own
+            staged = {place.removeprefix(f"{staging}/") for place in places if place.startswith(f"{staging}/")}
+            if staged and all(file in files or is_shard(file, name) for file in staged):
+                files |= staged
                 indices.append(name)
     return files, indices
 

@@ -49,12 +49,12 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def outline(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor of the same shape and type, also of a library's kind that makes none like itself."""
+    """A meta tensor of the same shape and dtype, also of a library's class whose `empty_like` makes none."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def of_run(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's checkpoint holds of a state: all, or of a model with packed weights what is trained beside them."""
+    """What a run's checkpoint holds of a state: all, or of a quantised model its adapters and what else is trained."""
     if not packed_weights(model) and getattr(model, "hf_quantizer", None) is None:
         return dict(state)
     adapters = {name for name, module in model.named_modules() if is_adapter_layer(module)}
@@ -64,8 +64,8 @@ def of_run(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
     def is_held(name: str) -> bool:
         owner = unit_of(name, adapters)
-        added = owner is not None and not name[len(owner) + 1 :].startswith(("base_layer.", "original_module."))
-        return added or name in trained
+        of_adapter = owner is not None and not name[len(owner) + 1 :].startswith(("base_layer.", "original_module."))
+        return of_adapter or name in trained
 
     return {name: tensor for name, tensor in state.items() if is_held(name)}
 
@@ -96,8 +96,9 @@ def once_for_tied(
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
-    """Names of the unsplit model that are one weight. Sorted, so that any layout names a group alike. What was tied
-    when the model was split, or is now if it was not, whatever it declares; buffers go by that."""
+    """Groups of the unsplit model's names that are one weight. Sorted, so that any layout names a group alike. Tied are
+    parameters that were one when the model was split, or are one now if it was not; and buffers that it declares tied.
+    """
     aliases = known_of(model).aliases or alias_groups(model)
     known = {name for names in aliases for name in names}
     groups: dict[str, set[str]] = {names[0]: set(names) for names in aliases if len(names) > 1}
@@ -108,5 +109,5 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
 
 
 def first_of_tied(groups: Iterable[Sequence[str]]) -> dict[str, str]:
-    """For each name of such a group the one that stands for all of them."""
+    """For each name in a group of `tied_groups`, the first name of that group."""
     return {name: group[0] for group in groups for name in group}

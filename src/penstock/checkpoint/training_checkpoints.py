@@ -93,7 +93,8 @@ def save_checkpoint(
         extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
         keep_last: once this checkpoint is whole, remove older ones, so that this many are left.
         asynchronous: return once everything is copied to host memory, and write the files while training goes on. What
-            goes wrong with that is raised by the next save or load, by `finish_saving`, or at the program's end.
+            goes wrong with that is raised by the next save or load, or by `finish_saving`; else the program ends with
+            status 1.
         objects: anything else of yours with `state_dict` and `load_state_dict`, alike on all ranks.
 
     Returns:
@@ -171,7 +172,7 @@ def load_checkpoint(
     scaler: Any = None,
     **objects: Any,
 ) -> Checkpoint:
-    """Load what `save_checkpoint` saved: bit for bit on the same layout, within rounding on another.
+    """Load what `save_checkpoint` saved. The run goes on bit for bit on the same layout, within rounding on another.
 
     Pipelines, stages and tensor-parallel ranks may be other ones than in the run that saved, also a single process.
     Every rank calls it, and reads only what it needs. Nothing in a file is run. Values go into the objects that are
@@ -184,7 +185,7 @@ def load_checkpoint(
         model, optimizer, lr_scheduler, dataloader, scaler, objects: as for `save_checkpoint`.
 
     Raises:
-        TypeError: an argument that cannot be loaded into; before any communication.
+        TypeError, ValueError: an argument that cannot be loaded into, or a wrong `which`; before any communication.
         CheckpointError: there is none that is whole, and says why of each; or the newest that is whole does not fit,
             as it is of another model or was saved without what is given here. Nothing has changed then.
         PipelineFailure: a rank was lost.
@@ -252,7 +253,7 @@ def _load_newest(
     for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
         try:
             copy_weights, manifest = checked_weights(model, path, world)
-            apply, found = checked_training_state(model, path, state, world, manifest=manifest)
+            apply, common = checked_training_state(model, path, state, world, manifest=manifest)
         except CheckpointMismatch:  # whole: to load an older one would lose steps
             _log_damaged(damaged, world)
             raise
@@ -263,8 +264,8 @@ def _load_newest(
             world.together(f"restoring the training state to load {path}", apply)
             world.together(f"copying the weights to load {path}", copy_weights)
         _log_damaged(damaged, world)
-        run.restore_progress(found)
-        return Checkpoint(path, found.step, found.extra, damaged)
+        run.restore_progress(common)
+        return Checkpoint(path, common.step, common.extra, damaged)
     if damaged:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be loaded: {reasons}")
@@ -343,7 +344,7 @@ class Participants:
         return None if board is None or board.failed is None else str(board.failed)
 
     def advise(self, folder: PathLike) -> None:
-        """What an error about a lost rank says about going on."""
+        """Set what an error about a lost rank says about going on."""
         if self.engine is not None:
             self.engine.board.resume.clear()
             self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"

@@ -80,7 +80,7 @@ class TrainingState:
 class CommonState:
     """What is in the file that every rank reads whole: the fields of `TrainingState`; for each rank of the world in
     `pipelines` which batch its pipeline takes; and of the optimizer its class and what `OptimizerState` has of the
-    whole model."""
+    whole model, without tensors."""
 
     step: Count
     extra: dict[str, Any]
@@ -96,8 +96,8 @@ class CommonState:
 def collect_training_state(
     model: nn.Module, state: TrainingState, is_writer: bool
 ) -> tuple[torch.Tensor, OptimizerState]:
-    """Read this rank's share: the states of its random generators, which go to the leader, and of what its
-    optimizer holds what it writes."""
+    """Read this rank's share: the states of its random generators, which go to the leader, and what it writes of its
+    optimizer's state."""
     optimizer_state = OptimizerState() if state.optimizer is None else collect_optimizer(model, state.optimizer)
     data = bytearray(plain_data(capture_random_state(), "the state of the random generators"))
     if not is_writer:
@@ -106,7 +106,7 @@ def collect_training_state(
 
 
 def random_key(rank: int) -> str:
-    """The name of a rank's random generators' states among those of the optimizer, which is no parameter's."""
+    """The name of the states of a rank's random generators among the optimizer's tensors: no parameter has such."""
     return f"{SEPARATOR}random.{rank}"
 
 
@@ -165,8 +165,8 @@ def checked_training_state(
     rank, and what every rank reads whole. `manifest`: the table of contents, if it is known. Raises CheckpointMismatch
     if it does not fit, CheckpointError if it is damaged."""
     loading = _Loading(model, directory, state, world, variant, manifest)
-    told = world.together(f"checking the training state to load {directory}", loading.check)
-    return partial(loading.apply, [replica for replica, _ in told], [names for _, names in told]), loading.common
+    checked = world.together(f"checking the training state to load {directory}", loading.check)
+    return partial(loading.apply, [replica for replica, _ in checked], [names for _, names in checked]), loading.common
 
 
 class _Loading:
@@ -308,8 +308,8 @@ def read_random_state(reader: CheckpointReader, rank: int) -> dict[str, Any]:
     path = f"{reader.path_of(location)}, {key}"
     reader.verify({key: Resharding()})
     data = io.BytesIO(bytes_of(reader.read(key, Resharding())))
-    found = vars(typed(_RandomStates, plain_content(data, path), path))
-    states = {name: state for name, state in found.items() if name != "cuda" or state is not None}
+    fields = vars(typed(_RandomStates, plain_content(data, path), path))
+    states = {name: state for name, state in fields.items() if name != "cuda" or state is not None}
     for name, state in states.items():
         try:
             check_random_state(name, state)
@@ -334,8 +334,8 @@ def plain_data(content: Any, what: str) -> bytes:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         name = refused_global(error)
-        found = describe(error) if name is None else f"a {name}"
-        raise CheckpointError(f"{what} has something that is no plain data: {found}") from None
+        reason = describe(error) if name is None else f"a {name}"
+        raise CheckpointError(f"{what} has something that is no plain data: {reason}") from None
     return buffer.getvalue()
 
 
@@ -388,16 +388,16 @@ def save_object(content: Any, path: str | os.PathLike[str], *, world_comm: Check
 def load_object(path: str | os.PathLike[str], *, world_comm: CheckpointRanks) -> Any:
     """What `save_object` wrote. No code in the file is run. Raises CheckpointError if some rank cannot read it."""
     path = os.path.abspath(path)
-    found: list[Any] = []
+    contents: list[Any] = []
 
     def read() -> None:
         try:
-            found.append(load_data(path))
+            contents.append(load_data(path))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing") from None
 
     world_comm.together(f"reading the file to load {path}", read)
-    return found[0]
+    return contents[0]
 
 
 _BIT_GENERATOR = "MT19937"  # numpy's global one, always

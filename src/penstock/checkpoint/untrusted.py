@@ -30,12 +30,12 @@ Checksum = Annotated[int, (0, 2**32 - 1)]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. The message names the file and the rank."""
+    """A checkpoint could not be written or read. The message names the file, and where ranks work together the rank."""
 
 
 class CheckpointMismatch(CheckpointError):
-    """What is to be saved or loaded does not fit: the model, the optimizer or another object. A checkpoint is whole as
-    far as was looked."""
+    """What is to be saved or loaded does not fit: the model, the optimizer or another object. The checkpoint is whole,
+    as far as it was checked."""
 
 
 def describe(error: BaseException) -> str:
@@ -134,8 +134,8 @@ def open_plain(path: str) -> BinaryIO:
 
 
 def read_json(path: str) -> Any:
-    """The content of a JSON file, which is then taken as what it shall be by `typed`. Raises FileNotFoundError, or
-    CheckpointError if it cannot be read or is not strict JSON with each key once."""
+    """The content of a JSON file, whose types are left to `typed`. Raises FileNotFoundError, or CheckpointError if it
+    cannot be read or is not strict JSON with each key once."""
     try:
         with open_plain(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_JSON_BYTES:
@@ -203,7 +203,7 @@ def damaged(file: str, where: Iterable[Any], value: Any, expected: str) -> Check
 
 
 def typed(kind: Any, value: Any, file: str, *where: Any) -> Any:
-    """What a file has at this place as this type, in which every part is of the type that is written there. `kind`: a
+    """What a file has at this place, as a `kind`, in which every part is of the type that is written there. `kind`: a
     dataclass, whose fields with defaults may be missing; `dict[str, ...]`, `list[...]`, `tuple[...]`, `str`, `int`,
     `bool`, `Any`, `... | None`; `Annotated[int, (least, most)]`, or `Annotated[str, names]` with the texts that it may
     be. Raises CheckpointError, see `damaged`."""

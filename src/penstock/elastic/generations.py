@@ -42,7 +42,7 @@ FORMING_HANG_TIMEOUT = 10.0
 DETAILS = 0.1
 # How long others that begin a run are waited for without a word.
 WAITING = 10.0
-# How long the members of a run that may be over are looked at before it is taken to be.
+# How long the members of a run that may be over are looked at: it is over if all stand still for half of that.
 DEAD = 3.0
 _imported = time.time()
 # So many changes in a row in which nobody was lost and nobody joined, without an update in between, are no accident.
@@ -58,7 +58,8 @@ class Generations:
 
     Attributes:
         now: the present generation, the one that is being formed, or the one that says why the run has ended.
-        changes_without_progress: how many changes there were in a row in which nobody was lost and nobody joined.
+        changes_without_progress: how many changes there were in a row, since the last update, in which nobody was lost
+            and nobody joined.
         checkpoint: finds step and path of one to go back to, if there is one.
     """
 
@@ -117,20 +118,20 @@ class Generations:
         known: list[int] = []
         everyone: list[int] = []
         lost: set[int] = set()
-        changed, told = time.monotonic(), False
+        changed, has_warned = time.monotonic(), False
         while (first := generation_of(meeting, 0)) is None:
             if pulse.has_news():
                 everyone = pulse.everyone()
             if pulse.lowest([m for m in everyone if m < self.member], lost, (), FORMING_HANG_TIMEOUT) is not None:
-                time.sleep(PAUSE)  # that one looks after all
+                time.sleep(PAUSE)  # the lowest member begins the run
                 continue
             here = [m for m in everyone if m == self.member or not pulse.lost([m], (), FORMING_HANG_TIMEOUT)]
             if here != known:
                 known, changed = here, time.monotonic()
             waited = time.monotonic() - changed
             enough = len(here) >= settings.start if settings.start else waited > settings.gather
-            if settings.start and waited > WAITING and not told:
-                told = True
+            if settings.start and waited > WAITING and not has_warned:
+                has_warned = True
                 logger.warning(
                     "member %d waits for others to begin the run: %d of %d processes are here",
                     self.member, len(here), settings.start,
@@ -249,7 +250,7 @@ def _come(settings: Elastic, tensor_parallel_size: int, facts: str) -> Membershi
 
 def _is_over(meeting: Meeting) -> bool:
     """Whether an earlier run has no living member. RunEnded is raised in a process that was to join it and came too
-    late: it would wait for others to begin a new one. One that was itself a member, or began after it, does so."""
+    late: it would wait for others to begin a new one. One that was itself a member, or began after its end, does so."""
     now, pulse = latest(meeting), Pulse(meeting)
     if now is None or (meeting.get("over") is None and not _are_dead(now.members, pulse)):
         return False
@@ -286,10 +287,10 @@ def _are_dead(members: Sequence[int], pulse: Pulse) -> bool:
     return False
 
 
-# Between two looks at the store, which serves all members: longer by as much again for so many of them.
+# Seconds between two looks at the store, which serves all members: longer by as much again for every so many of them.
 AGREEMENT_PAUSE, MEMBERS_A_PAUSE = 0.01, 32
-# A member that lives has so many times the hang timeout for its report: a step may take long, or its program have left
-# the training loop without an end.
+# A member that lives has so many times the hang timeout for its report: a step may take long, or its program may have
+# left the training loop without an end.
 REPORT_PATIENCE = 5
 
 
@@ -302,7 +303,7 @@ def agree(
 ) -> Generation:
     """End a generation and return the next one. `plan`: makes the next generation, on the member that decides.
     `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not part
-    of the next one, unless it is to be `leaving`."""
+    of the next one, unless its report says that it is leaving."""
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
     me, decided = membership.id, None

@@ -24,7 +24,7 @@ from penstock.planning.profile import Profile, UnitCost
 from penstock.planning.profiling import profile_model
 from penstock.runtime.comm.devices import device_memory
 
-# Beside the weights, numbers of each parameter that an optimizer keeps: Adam's two.
+# How many numbers an optimizer keeps for each number of a weight: Adam's two.
 STATES = 2
 
 
@@ -70,12 +70,12 @@ class LayoutPlanner:
         settings = self._settings
         if settings.templates:
             seconds = {unit.name: unit.seconds for unit in self._profile.units}
-            found = {}
+            shapes = {}
             for template in settings.templates:
                 mapping = schedule_maker(template, self._schedule)(1).stage_to_rank
                 shape = shape_of(template.modules_per_stage, mapping, seconds)
-                found[shape.num_devices] = shape
-            return found
+                shapes[shape.num_devices] = shape
+            return shapes
         assert isinstance(self._schedule, str)
         mappings: dict[int, Sequence[int]] = {}
         for devices in range(1, len(self.units) + 1):
@@ -107,31 +107,31 @@ class LayoutPlanner:
             joining += membership.candidates(now.members)
         leaving = [report for report in view.reports.values() if report.leaving and report.member not in view.lost]
         handing_over = bool(leaving and joining and not going_on)
-        if handing_over:  # who has the model's values stays until those have them who come
+        if handing_over:  # those who have the model's values stay until those who come have them
             going_on, step = leaving, max(report.committed for report in leaving)
-        # Only those make weights who begin a run together.
+        # Only those who begin a run together make weights.
         makes_weights = now.is_first and all(report.new for report in view.reports.values())
         decide = partial(
             self.decide, number=now.number + 1, record=membership.pulse.record, before=now, step=step,
             checkpoint=checkpoint, makes_weights=makes_weights,
         )  # fmt: skip
-        found = decide(going_on, joining)
-        while found.reason_to_stop and joining:
-            membership.refuse(joining.pop(), found.reason_to_stop)  # the members go on without the last who came
-            found = decide(going_on, joining)
-        if handing_over and not found.joining:
-            handing_over, found = False, decide((), ())
+        decided = decide(going_on, joining)
+        while decided.reason_to_stop and joining:
+            membership.refuse(joining.pop(), decided.reason_to_stop)  # the members go on without the last who came
+            decided = decide(going_on, joining)
+        if handing_over and not decided.joining:
+            handing_over, decided = False, decide((), ())
         left = tuple(
-            report.member for report in view.reports.values() if report.leaving and report.member not in found.members
+            report.member for report in view.reports.values() if report.leaving and report.member not in decided.members
         )
-        lost = tuple(member for member in found.lost if member not in left)
-        if left and not lost and not found.members:
+        lost = tuple(member for member in decided.lost if member not in left)
+        if left and not lost and not decided.members:
             last = max(report.committed for report in view.reports.values())
-            found = replace(found, step=last, reason_to_stop="all its members were told to leave it")
-        if not fresh and not found.restore:
-            found = replace(found, calls=calls, dropped=dropped)
+            decided = replace(decided, step=last, reason_to_stop="all its members were told to leave it")
+        if not fresh and not decided.restore:
+            decided = replace(decided, calls=calls, dropped=dropped)
         requests = requests if fresh else 0
-        return replace(found, fresh=fresh, requests=requests, left=left, lost=lost, handing_over=handing_over)
+        return replace(decided, fresh=fresh, requests=requests, left=left, lost=lost, handing_over=handing_over)
 
     def decide(
         self,
@@ -144,9 +144,9 @@ class LayoutPlanner:
         checkpoint: Callable[[], tuple[int, str] | None] = lambda: None,
         makes_weights: bool = True,
     ) -> Generation:
-        """The pipelines of the members that go on, by their reports, and of those that come new. `before`: the
-        generation that ends, None at the beginning of a run. `makes_weights`: whether those that come new may make the
-        model's values if nobody has any."""
+        """The generation of the members that go on, by their reports, and of those that come new, with its pipelines.
+        `before`: the generation that ends, None at the beginning of a run. `makes_weights`: whether those that come new
+        may make the model's values if nobody has any."""
         started = time.monotonic()
         held = {report.member: report.held for report in reports} | dict.fromkeys(joining, ())
         devices = self._devices(list(held), record)
@@ -161,8 +161,8 @@ class LayoutPlanner:
                 raise Infeasible("none of the members that had the model's values is left")
             values = [held[device[0]] for device in devices]
             staying = [report for report in reports if report.member in members]
-            if reports and (found := self._to_go_back_to(staying, values, checkpoint)) is not None:
-                step, restore = found
+            if reports and (saved := self._to_go_back_to(staying, values, checkpoint)) is not None:
+                step, restore = saved
                 values = [() for _ in devices]  # all of them come from there
             chosen = choose(
                 self._shapes,
@@ -173,7 +173,7 @@ class LayoutPlanner:
                 self._pipelines_left(before, devices),
             )
         except (Infeasible, ValueError) as error:
-            # Those who came new go on waiting, and all others are told.
+            # All are members of it, so that all are told why the run stops.
             return Generation(number, tuple(sorted(held)), step=step, reason_to_stop=str(error), lost=lost)
         ranks = tuple(member for index in chosen.devices for member in devices[index])
         pipelines = tuple(
@@ -196,15 +196,15 @@ class LayoutPlanner:
         values: Sequence[Collection[str]],
         checkpoint: Callable[[], tuple[int, str] | None],
     ) -> tuple[int, str] | None:
-        """The checkpoint that all values come from; None if the devices have them."""
+        """Step and path of the checkpoint that all values come from; None if the devices have them."""
         missing = [unit for unit in self.units if not any(unit in has for has in values)]
         owned = {name for report in reports for name in report.owned}
         what = "values" if missing else "optimizer's state"
         missing = missing or [name for name in self._owned if name not in owned]
         if not missing and not any(report.going_back for report in reports):
             return None
-        if (found := checkpoint()) is not None:
-            return found
+        if (saved := checkpoint()) is not None:
+            return saved
         if not missing:
             raise Infeasible("the checkpoint to go back to is gone")
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

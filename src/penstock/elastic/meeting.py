@@ -57,7 +57,7 @@ class TcpMeeting(Keys):
 
 
 class FolderMeeting:
-    """A shared folder: a file for each key. It has the methods of a `TcpMeeting`."""
+    """A shared folder: a file for each key. It has the methods of a `TcpMeeting` that members of a run call."""
 
     def __init__(self, folder: Path) -> None:
         self.address = folder.as_uri()

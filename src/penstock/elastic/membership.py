@@ -1,8 +1,9 @@
 """A member of a run, as the others see it: its record, its heartbeat, and who else is alive.
 
 A thread writes the heartbeat, looks after the next member's, and listens for what the others announce. A member is
-lost if its process has ended on this machine; or if a connection to it closed and its heartbeat stands still for
-`STILL_SECONDS`; or if it is silent for the hang timeout. One that is merely slow still has a heartbeat.
+lost if it said goodbye, or its process has ended on this machine; or if it is suspected, as a connection to it closed,
+and its heartbeat stands still for `STILL_SECONDS`; or if it is silent for the hang timeout. One that is merely slow
+still has a heartbeat.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ logger = logging.getLogger("penstock")
 BEAT_SECONDS = 0.2
 # How long the heartbeat of a member whose connection closed stands still before it is lost.
 STILL_SECONDS = 0.5
-# Numbers that nobody came with (a process that ended while it came) before the list of members is taken to be over.
+# So many numbers in a row that no member has (a process took one, and ended as it came) end the list of members.
 LONGEST_GAP = 16
 # Seconds after which all is read once more, though nobody has told of news.
 LOOK_AGAIN = 1.0
@@ -41,7 +42,7 @@ def tell(meeting: Meeting) -> None:
 
 @dataclass(frozen=True)
 class MemberRecord(MemberMessage):
-    """What a member says about itself when it joins. `group`, `shard`: members of one group share stages, each with a
+    """What a member says about itself when it comes. `group`, `shard`: members of one group share stages, each with a
     shard of their weights. `facts`: a digest of its model and settings, which must be everybody's."""
 
     member: int
@@ -95,7 +96,7 @@ class Pulse:
         return self._records[member]
 
     def everyone(self) -> list[int]:
-        """All members that have ever joined."""
+        """All members that have ever come."""
         number, end = 0, LONGEST_GAP
         while number < end:
             if self.record(number) is not None:
@@ -129,12 +130,12 @@ class Pulse:
 
     def lost(self, members: Collection[int], suspects: Collection[int], hang_timeout: float) -> set[int]:
         """Those of `members` that are lost; see the top of this file."""
-        found = set()
+        gone = set()
         for member in members:
             still = self.still(member)
             if still > hang_timeout or (member in suspects and still > STILL_SECONDS) or self.has_ended(member):
-                found.add(member)
-        return found
+                gone.add(member)
+        return gone
 
 
 class Membership:
@@ -167,7 +168,7 @@ class Membership:
         self, generation: int, members: Sequence[int], fail: Callable[[str, Sequence[int]], None], hang_timeout: float
     ) -> None:
         """From here on this member is part of a generation: `fail(why, members)` is called, in another thread, when it
-        ends, or a member is lost or silent for `hang_timeout` seconds."""
+        ends, or the next member's process has ended, or that member is silent for `hang_timeout` seconds."""
         with self._lock:
             if generation != self._generation:  # whoever is in the next one is alive
                 self.silent.clear()
@@ -212,7 +213,7 @@ class Membership:
 
     def candidates(self, members: Collection[int]) -> list[int]:
         """The processes that ask to join `members` and are alive; one with another model or settings is refused."""
-        found = []
+        asking = []
         for member in self.pulse.everyone():
             if member in members or self.meeting.get(f"join/{member}") is None or self.pulse.has_ended(member):
                 continue
@@ -225,8 +226,8 @@ class Membership:
                     "process must be given the same",
                 )
             elif self.refusal(member) is None:
-                found.append(member)
-        return found
+                asking.append(member)
+        return asking
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

@@ -38,13 +38,13 @@ def from_live_ranks(optimizer: Optimizer | None = None, *, also: Callable[[Engin
     group, and the state of those that are held no longer is dropped, once every rank has what it needs."""
 
     def fill(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migration) -> None:
-        own = getattr(optimizer, "optim", optimizer)
-        _exchange(engine, taken, migration, {} if own is None else own.state)
+        inner = getattr(optimizer, "optim", optimizer)
+        _exchange(engine, taken, migration, {} if inner is None else inner.state)
         if also is not None:
             also(engine)
         dist.all_reduce(torch.zeros(1), group=engine.context.groups.world_control)
-        if own is not None:
-            _fit(own, engine)
+        if inner is not None:
+            _fit(inner, engine)
 
     return fill
 
@@ -62,7 +62,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
     """Give the values that only ranks which leave have to ranks that stay, which add them to their `migration`. All
     ranks of the engine call this."""
     context, group = engine.context, engine.context.groups.world_control
-    own, index = engine.values_here(), context.place.tensor_parallel_rank
+    here, index = engine.values_here(), context.place.tensor_parallel_rank
     state: Any = optimizer.state
     with engine.board.guard("handing over what leaves", context.everyone):
         leaves = torch.tensor([int(leaving)])
@@ -71,7 +71,7 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
             return
         has = {
             name: (TensorSpec.of(tensor), _described(state.get(engine.known.get(name), {})))
-            for name, tensor in own.items()
+            for name, tensor in here.items()
             if name not in migration.elsewhere
         }
         every = _exchange_values(engine, (leaving, index, has))
@@ -79,13 +79,13 @@ def hand_over(engine: Engine, optimizer: Optimizer, leaving: bool, migration: Mi
         for name in dict.fromkeys(name for _, _, theirs in every for name in theirs):
             for shard in range(context.layout.tensor_parallel_size):
                 holders = [rank for rank, (_, i, theirs) in enumerate(every) if i == shard and name in theirs]
-                staying = [rank for rank, (leaves, i, _) in enumerate(every) if i == shard and not leaves]
+                staying = [rank for rank, (is_leaving, i, _) in enumerate(every) if i == shard and not is_leaving]
                 if not staying or not holders or any(rank in staying for rank in holders):
                     continue
                 source, to = holders[0], staying[turn % len(staying)]
                 turn += 1
                 if context.rank == source:
-                    transfers.send(own[name], state.get(engine.known.get(name), {}), to)
+                    transfers.send(here[name], state.get(engine.known.get(name), {}), to)
                 elif context.rank == to:
                     spec, described = every[source][2][name]
                     tensor = spec.empty(engine.device)
@@ -114,15 +114,15 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migr
     needs = {name: name in owned for name in here if name in taken or (name in owned and name in elsewhere)}
     has = {name: _described(state.get(parameters.get(name), {})) for name in had if name not in elsewhere}
     mine = context.place.tensor_parallel_rank, needs, has
-    every = [_HoldingsReport(*told) for told in _exchange_values(engine, mine)]
+    reports = [_HoldingsReport(*told) for told in _exchange_values(engine, mine)]
     turn, transfers = 0, _Transfers(group, engine.board.check)
-    for name in dict.fromkeys(name for told in every for name in told.needs):
-        for to, needing in enumerate(every):
+    for name in dict.fromkeys(name for report in reports for name in report.needs):
+        for to, needing in enumerate(reports):
             if name not in needing.needs:
                 continue
             sources = [
-                rank for rank, told in enumerate(every)
-                if name in told.has and told.tensor_parallel_rank == needing.tensor_parallel_rank
+                rank for rank, report in enumerate(reports)
+                if name in report.has and report.tensor_parallel_rank == needing.tensor_parallel_rank
             ]  # fmt: skip
             if not sources:
                 raise RuntimeError(f"no rank has the values of {name}: load them from a checkpoint")
@@ -132,7 +132,7 @@ def _exchange(engine: Engine, taken: Mapping[str, torch.Tensor], migration: Migr
             if context.rank == source:
                 transfers.send(had[name], state.get(parameters.get(name), {}) if with_state else {}, to)
             elif context.rank == to:
-                described = every[source].has[name] if with_state else {}
+                described = reports[source].has[name] if with_state else {}
                 arrived = partial(migration.arrived, name, here[name], with_state)
                 transfers.receive(here[name], parameters.get(name), state, described, source, arrived)
     transfers.finish()
@@ -162,7 +162,7 @@ class _Transfers:
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], object]) -> None:
         self._group, self._check = group, check
-        # The message, the tensor it is for, and what follows.
+        # The transfer, its message, the tensor that this is for, and what follows.
         self._under_way: deque[tuple[dist.Work, torch.Tensor, torch.Tensor, Callable[[], object]]] = deque()
         self._num_begun: Counter[tuple[bool, int]] = Counter()
 

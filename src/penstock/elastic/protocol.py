@@ -11,7 +11,7 @@ step is run again. `Generation.step` says which, to all alike. `tests/elastic/te
 interleavings of a few members.
 
 After a loss a member repeats the calls since the last update whose results are lost, or that others have not completed
-(`Log`). Gradients are lost with every layout. Ranks make the same calls in the same order, but one may be ahead: it has
+(`Log`). Gradients are lost with each change. Ranks make the same calls in the same order, but one may be ahead: it has
 completed a call, and dropped gradients, and is in the next call, while another has only begun the first. No further: a
 call that all take part in ends on none before all have begun it; see `tests/elastic/test_log.py`.
 """
@@ -83,10 +83,10 @@ class Generation(MemberMessage):
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         reason_to_stop: why the run cannot go on; empty if it can.
         lost, left: the members of the generation before that are not in this one.
-        seconds: how long its layout was planned.
+        seconds: how long planning its layout took.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
-        requests: how many requests to change the members have been looked at.
+        requests: how many requests to change the members have been looked at; 0 if it is not `fresh`.
         handing_over: whether all that came before are about to leave: they are here once more, so that those who join
             get what they have.
     """

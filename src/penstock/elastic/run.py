@@ -46,7 +46,7 @@ class ElasticRun:
     Attributes:
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
-        in_call: whether `run_call` is at work.
+        in_call: whether a call is being made.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
         save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.
@@ -506,13 +506,13 @@ class Change:
         cause: the failure, or why it was planned.
         lost, left, joined: numbers of members.
         pipelines: stages and microbatches of each, as `2x4`.
-        restored: the checkpoint that the run went back to, empty if nothing was lost.
+        restored: the checkpoint that the run went back to, empty if it did not.
         step: updates made before it.
         at: when this member noticed, seconds since the epoch.
-        seconds: of each phase. detect: from what first failed on this member to the beginning of the change. agree:
-            until all members that are left had reported, and one decided. plan: that it took to choose the layout.
-            form: process groups and stages. move: weights, optimizer state and objects. redo: what was repeated, until
-            as much was computed as before.
+        seconds: of each phase. detect: from when this member learned of the failure to the beginning of the change.
+            agree: until all members that are left had reported, and one decided. plan: that it took to choose the
+            layout. form: process groups and stages. move: weights, optimizer state and objects. redo: what was
+            repeated, until as much was computed as before.
         num_bytes: of weights and buffers that this member holds newly; 0 after going back to a checkpoint.
     """
 

@@ -1,4 +1,4 @@
-"""Models of diffusers over pipeline stages: loaded a stage at a time, saved as diffusers loads them."""
+"""Models of diffusers over pipeline stages: each rank loads its own; saved as diffusers loads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.weights.load import StageLoadingInfo, finish_stage, refuse_arguments
 from penstock.modeling.weights.whole import held_names
 
-# Spread a model over devices in another way, or read all of it.
+# Arguments that spread a model over devices in another way, or read all of it.
 _REFUSED = ("offload_state_dict", "parallel_config", "use_flashpack", "ignore_mismatched_sizes")
 # What changes the layers of a model of which this rank has a part.
 _REFUSED_METHODS = (
@@ -132,7 +132,7 @@ def _arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stage_class(kind: Any, held_of: Callable[[Collection[str]], set[str]]) -> Any:
-    """A subclass whose `from_pretrained` reads only what `held_of` chooses of a checkpoint's names; others are meta."""
+    """A subclass whose `from_pretrained` takes only what `held_of` chooses of a checkpoint's names; others are meta."""
 
     class Stage(kind):  # type: ignore[misc]  # a library without types
         @classmethod

@@ -80,7 +80,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
         raise NotImplementedError(f"delete the adapter {adapter_name} before penstock.initialize() splits the model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModel:
-        # What is between this and the model inside hands on to that what it does not have: a `__deepcopy__`, too.
+        # The tuner between this and the model inside looks for what it lacks in that model, for `__deepcopy__`, too.
         tuner: Any = self.base_model
         kind: Any = type(tuner)
         made = memo[id(tuner)] = kind.__new__(kind)
@@ -182,8 +182,8 @@ class PipelinePeftModel(PipelineModel, PeftModel):
     def _unload(self, how: str, *args: Any) -> PipelineModel:
         base, tuner = self.base, self.base_model
         tied = getattr(base.config, "tie_word_embeddings", None)
-        # For bitsandbytes, which repacks weights in evaluations on some CPUs, and puts them back when they are read so.
-        # Merging does not: it would take them as they are.
+        # For bitsandbytes, which repacks weights in evaluations on some CPUs, and puts them back when `state_dict()`
+        # reads them. Merging does not read them so: it would take them as they are.
         base.state_dict()
         with renewing(self.pipeline), _unmerged_ghosts(base), warnings.catch_warnings():
             # A rank that has one side of a tie only looks to PEFT as if the weights were not tied.
@@ -235,10 +235,10 @@ def refuse_peft(model: PeftModel) -> None:
     if type(model.base_model).forward is not BaseTuner.forward:
         raise NotImplementedError(f"{name} do more in a forward than the model's layers do: use LoRA")
     if not type(model).__module__.startswith("peft."):
-        own = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), PeftModel)
-        if not own.__module__.startswith("peft."):
+        cls = next((cls for cls in type(model).__mro__ if "forward" in vars(cls)), PeftModel)
+        if not cls.__module__.startswith("peft."):
             raise NotImplementedError(
-                f"{own.__name__}.forward is not PEFT's own, and would not be called: give a model of PEFT's own class"
+                f"{cls.__name__}.forward is not PEFT's own, and would not be called: give a model of PEFT's own class"
             )
     if experts := _packed_targets(model):
         raise NotImplementedError(
@@ -253,7 +253,7 @@ def refuse_peft(model: PeftModel) -> None:
 
 
 def _packed_targets(model: PeftModel) -> list[str]:
-    """What adapters shall be put on that a library keeps packed outside of a layer."""
+    """The targets of adapters that a library keeps packed outside of a layer."""
     listed = (getattr(config, "target_parameters", None) or () for config in model.peft_config.values())
     packed = packed_weights(mark_packed(model.get_base_model()))
     # As they are called in a model that is neither packed nor adapted.
@@ -271,11 +271,11 @@ def _shared_between_layers(model: PeftModel) -> str | None:
         wrapped = _tensors_of(layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module)
         for tensor in _tensors_of(layer) - wrapped:
             wrapped_by_users.setdefault(tensor, []).append(wrapped)
-    shared = {one for one, users in wrapped_by_users.items() if any(users[0].isdisjoint(other) for other in users[1:])}
+    shared = {key for key, users in wrapped_by_users.items() if any(users[0].isdisjoint(other) for other in users[1:])}
     for name, module in model.named_modules():
-        for own, value in (*module._parameters.items(), *module._buffers.items()):
+        for tensor_name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None and (id(module) not in inside or id(value) in shared):
-                return f"{name}.{own}"
+                return f"{name}.{tensor_name}"
     return None
 
 

@@ -86,7 +86,7 @@ class PackedExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]  # a lib
 
 
 def _treats_each_matrix_alone(conversion: Any) -> bool:
-    """Whether a rule of transformers puts separate matrices on one another, and does no more along that dimension."""
+    """Whether a rule of transformers stacks separate matrices, and does no more along that dimension."""
     if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) > 1:
         return False
     first, *others = conversion.operations
@@ -114,7 +114,7 @@ class _MatrixByMatrix(WeightConverter):  # type: ignore[misc]  # a library witho
         return {layer_name: hf_quantizer.pack(model, layer_name, pieces)}
 
     def _pieces(self, num_matrices: int, at_once: int, layer_name: str, **kwargs: Any) -> Iterator[torch.Tensor]:
-        """Some matrices of the stack after another, as many at once as consist of whole blocks."""
+        """The matrices of the stack in order, as few at once as make whole blocks."""
         tensors = dict(self.collected_tensors)
         for start in range(0, num_matrices, at_once):
             for source, matrices in tensors.items():

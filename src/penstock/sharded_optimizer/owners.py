@@ -21,8 +21,8 @@ BYTES_KEPT = 3
 class OwnershipGroup(NamedTuple):
     """What is given to owners as a whole. `holders`: for each tensor-parallel index the ranks that hold it, ascending.
     Owners stand at the same place in each, so that the copies which the indices have of one weight get the same sums.
-    `num_bytes`: what an owner keeps for it. What is not trained comes last. `preferred`: the places of the holders that
-    own it unless there are too few of them, so that a tied weight is updated by the parameter group that lists its
+    `num_bytes`: what an owner keeps for it. `is_trained`: what is not comes last. `preferred`: the places of holders
+    that own it unless there are too few of them, so that a tied weight is updated by the parameter group that lists its
     first name, as in the unsplit model; if it is empty, no holder is preferred."""
 
     holders: tuple[tuple[int, ...], ...]
@@ -68,9 +68,9 @@ def with_owners(
     owners = {(weight.name, weight.ranks): weight.owners for weight in before if weight.owners}
     first = [weight for weight in held if weight.ranks[0] == context.rank and len(weight.ranks) > 1]
     new = [weight for weight in first if (weight.name, weight.ranks) not in owners]
-    keeps = [weight for weight in held if context.rank in owners.get((weight.name, weight.ranks), ())]
+    kept = [weight for weight in held if context.rank in owners.get((weight.name, weight.ranks), ())]
     used = sum(weight.parameter.nbytes for weight in held) + BYTES_KEPT * sum(
-        weight.parameter.nbytes for weight in keeps
+        weight.parameter.nbytes for weight in kept
     )
     mine = [
         used - (device_memory() or 0.0),

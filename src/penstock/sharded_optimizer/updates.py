@@ -23,7 +23,7 @@ from penstock.runtime.torch_calls import engines_of
 from penstock.sharded_optimizer.owners import with_owners
 
 _version = attrgetter("_version")
-# Smaller tensors are sent together.
+# Tensors of fewer bytes are sent together.
 SENT_ALONE = 2**18
 
 # In which formation and training step of each engine an optimizer has begun a step that has not ended.
@@ -75,7 +75,7 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
 
     def after_step(*_: Any) -> None:
         _under_way.pop(optimizer, None)
-        refused = versions != list(map(_version, others)) or any(optimizer.state.get(one) for one in others)
+        refused = versions != list(map(_version, others)) or any(optimizer.state.get(each) for each in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, refused))
         # After the step of a base class this comes again: at the end of the step that has called it. Weights are sent

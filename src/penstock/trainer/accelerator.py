@@ -27,8 +27,9 @@ from penstock.runtime.optimizer import PipelineOptimizer
 class OwnShares(IterableDataset[Any]):
     """This pipeline's batches of what `loader` reads of an iterable data set. Every rank reads all of it.
 
-    They are those that accelerate's dispatcher sends to a process: as many batches as there are pipelines are cut into
-    equal parts, the last ones filled up with the first samples. Nothing is sent, and each pipeline pads its own part.
+    They are those that accelerate's dispatcher sends to a process: as many batches as there are pipelines (with
+    `split_batches` one) are cut into equal parts, the last ones filled up with the first samples. Nothing is sent, and
+    each pipeline pads its own part.
     """
 
     def __init__(self, loader: DataLoader[Any], index: int, num_pipelines: int, at_once: int):
@@ -77,7 +78,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
 
     engine: Engine
     configuration: Configuration | None
-    # With a plugin, which clips in its own way, and accelerate does not know this optimizer.
+    # A plugin's, which clips in its own way and which accelerate does not know.
     optimizer: PipelineOptimizer | None = None
 
     @classmethod
@@ -99,7 +100,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
 
     @property
     def first_ranks(self) -> list[int]:
-        """A rank of those that take each batch."""
+        """Of the ranks that take each batch, the first."""
         layout = self.engine.layout
         return [min(layout.of_replica(replica)[0].ranks()) for replica in range(layout.num_replicas)]
 
@@ -154,7 +155,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]  # a library witho
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all pipelines, concatenated along the first dimension. They have the same shape everywhere."""
+        """The tensors of all pipelines, concatenated along the first dimension. They must have one shape everywhere."""
         if self.num_processes == 1:
             return tensor
 

@@ -71,6 +71,6 @@ def _around(mixin: type, kinds: Sequence[type]) -> tuple[Sequence[type], Sequenc
 
 def _is_public(kind: type, path: str) -> bool:
     """Whether TRL gives users this class under this path. The name alone would not do: TRL's experimental part may have
-    another class of the same name. A module from which the class comes has been imported."""
+    another class of the same name. The path's module is imported already, if the class comes from it."""
     module, _, name = path.rpartition(".")
     return kind.__name__ == name and getattr(sys.modules.get(module), name, None) is kind

@@ -52,7 +52,7 @@ BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 CALLS_OF_ALL_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
 # The rows of a batch from those of its microbatches.
 JoinRows = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-# What the outputs of a batch are made into, as the last stage has made them.
+# The form in which the outputs of a batch are sent to all ranks of a pipeline: a dictionary.
 OUTPUT_FORM = OutputForm(dict, ())
 
 

@@ -113,7 +113,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
             model that `penstock.initialize`, `from_pretrained` or `from_config` has parallelised.
 
     Raises:
-        ValueError: an argument cannot be used over pipelines; names it. Before any communication.
+        ValueError: an argument cannot be used over pipelines; names it, on all ranks alike.
         what `penstock.initialize` raises.
     """
 
@@ -310,7 +310,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     @wraps_trainer_method
     def store_flos(self, own: Callable[[], None]) -> None:
-        """As the Trainer's, which sums them over all ranks: each pipeline's batches count once."""
+        """As the Trainer's, which sums them over all ranks: each batch counts once."""
         if self.pipelines.engine.rank not in self.accelerator.first_ranks:
             self.current_flos *= 0  # of the type that the first ranks have
         own()
@@ -413,7 +413,7 @@ class _RatesOfThisRank(AdafactorSchedule):  # type: ignore[misc]  # a library wi
 
 
 def _newest_whole(folder: str) -> str | None:
-    """The newest of the Trainer's checkpoints that is whole: it has the file which is written last."""
+    """The newest of the Trainer's checkpoints that is whole: it has the file which rank 0 writes last."""
     folders = [path for path in Path(folder).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
     whole = [path for path in folders if (path / TRAINER_STATE_NAME).exists()]
     return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None

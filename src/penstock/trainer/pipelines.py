@@ -1,6 +1,6 @@
-"""Over which pipelines a Trainer trains: `EqualPipelines`, each of as many stages, or a plugin's.
+"""Over which pipelines a Trainer trains: `EqualPipelines`, all of as many stages, or a plugin's.
 
-The mixin asks its `pipelines` wherever these differ, and nowhere whether it has a plugin."""
+The mixin asks its `pipelines` wherever these differ; whether it has a plugin, only to make them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Pipelines(ABC):
 
     @abstractmethod
     def build(self) -> None:
-        """Parallelise the Trainer's model, if its pipelines are known, and set up its accelerator."""
+        """Parallelise the Trainer's model and set up its accelerator, if its pipelines are known already."""
 
     @abstractmethod
     def samples_per_step(self, args: TrainingArguments) -> int:
@@ -77,7 +77,7 @@ class Pipelines(ABC):
         self, place: tuple[int, int], max_steps: int, steps_per_epoch: int, folder: str | None
     ) -> tuple[int, int]:
         """Be ready to train from the checkpoint in `folder`, or from the start. Returns the epoch, and the batch in it,
-        to begin with: `place` by the Trainer's own account."""
+        to begin with. `place`: those that the Trainer itself has found."""
 
     @abstractmethod
     def prepare(self, own: Callable[[], tuple[Any, Any]], loader: Any) -> tuple[Any, Any]:
@@ -113,8 +113,7 @@ class Pipelines(ABC):
 
     @abstractmethod
     def note_random_state(self, folder: str) -> None:
-        """Keep the states that the random generators have when the optimizer's state in `folder` is loaded, which sets
-        them."""
+        """Keep the states to which the random generators were set as the optimizer's state in `folder` was loaded."""
 
     @abstractmethod
     def load_random_state(self, own: Callable[[], None], folder: str) -> None:
@@ -122,7 +121,7 @@ class Pipelines(ABC):
 
 
 class EqualPipelines(Pipelines):
-    """Pipelines of as many stages each: those of `parallelism`, or of a model that is parallelised already."""
+    """Pipelines that all have as many stages: those of `parallelism`, or of a model that is parallelised already."""
 
     def __init__(self, trainer: Trainer, parallelism: ConfigLike | None) -> None:
         super().__init__(trainer)

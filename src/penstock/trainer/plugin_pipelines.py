@@ -63,7 +63,7 @@ class CountingBooster(Booster):
         self._pipelines = pipelines
 
     def step_inputs(self, batch: MicrobatchedBatch) -> Mapping[str, Any]:
-        """The batch, and the labels of the whole global batch, which its loss is divided by."""
+        """The batch, and the number of labels in the whole global batch, by which its loss is divided."""
         trainer, engine, number = self._pipelines.trainer, self._pipelines.engine, None
         if "labels" in batch and trainer.model_accepts_loss_kwargs:
             # The Trainer's own rule, for each microbatch: a collator may have shifted some.
@@ -238,8 +238,8 @@ class PluginPipelines(Pipelines):
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         self._sums = state["sums"]
-        own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
-        for callback, saved in zip(own, state["callbacks"], strict=True):
+        callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+        for callback, saved in zip(callbacks, state["callbacks"], strict=True):
             for name, value in saved["attributes"].items():
                 setattr(callback, name, value)
 
@@ -269,10 +269,10 @@ class PluginPipelines(Pipelines):
         trainer.accelerator.optimizer = trainer.optimizer
         return trainer.model, self._empty_batches(loader)
 
-    def _empty_batches(self, found: Any) -> DataLoader[dict[str, Any]]:
+    def _empty_batches(self, returned: Any) -> DataLoader[dict[str, Any]]:
         """What the Trainer's loop goes over: an empty batch for each step of an epoch. It can skip the first ones.
-        `found`: what `get_train_dataloader` returned."""
-        if self._loader is None or found is not self._loader:
+        `returned`: by `get_train_dataloader`."""
+        if self._loader is None or returned is not self._loader:
             raise _OWN_LOADER
         steps: Any = [{}] * len(self._loader)
         # With a generator of its own it draws nothing from the user's random stream.

@@ -56,11 +56,12 @@ class NoMetrics:
 class TrainerAdapter:
     """What transformers' Trainer computes: the model's own loss, that of `compute_loss_func`, or a smoothed one.
 
-    It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order.
+    It is made before the Trainer's own `__init__`. Every rank makes every call, in the same order, but for those of the
+    criterion, which the last stage makes.
 
     Attributes:
         trainer_class: where TRL gives users the class which this adapter is for: "trl.DPOTrainer".
-        owner: the class among the trainer's whose `compute_loss` this is.
+        owner: the trainer's class, or the base of it, whose `compute_loss` is adapted.
     """
 
     trainer_class: ClassVar[str] = ""
@@ -86,8 +87,8 @@ class TrainerAdapter:
         """Raise NotImplementedError if this trainer cannot train where each pipeline has a part of every sequence."""
 
     def refuse_arguments(self, args: TrainingArguments) -> None:
-        """Raise ValueError for arguments that this trainer alone has, and that cannot be used over pipelines. The model
-        is not parallelised yet, and no rank waits for another."""
+        """Raise ValueError for arguments that this trainer alone has, and that cannot be used over pipelines. No rank
+        waits for another yet."""
 
     def begin(self) -> None:
         """Take up the trainer, whose own `__init__` has returned."""
@@ -118,8 +119,8 @@ class TrainerAdapter:
     @property
     def criterion(self) -> Criterion | None:
         """What computes the loss from the outputs, `compute_loss_func` or label smoothing; None for the model."""
-        own = getattr(self.trainer, "compute_loss_func", None) or getattr(self.trainer, "label_smoother", None)
-        return self._own_loss if own else None
+        function = getattr(self.trainer, "compute_loss_func", None) or getattr(self.trainer, "label_smoother", None)
+        return self._own_loss if function else None
 
     def divisor(self, inputs: Mapping[str, Any]) -> int:
         """The loss of a batch is divided by this before its backward.
@@ -134,8 +135,8 @@ class TrainerAdapter:
         return batches * self.engine.layout.num_replicas if self.engine.own_means else batches
 
     def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
-        """What is logged of a batch, as the Trainer has prepared it, besides the loss. It is asked after
-        `step_inputs`."""
+        """What is logged of a batch, as the Trainer has prepared it, besides the loss. In a training step it is asked
+        after `step_inputs`."""
         return NoMetrics()
 
     def with_num_items(
@@ -154,11 +155,11 @@ class TrainerAdapter:
 
     def _own_loss(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         if getattr(self.trainer, "compute_loss_func", None) is not None:
-            own, shifting = self.trainer.compute_loss_func, {}
+            function, shifting = self.trainer.compute_loss_func, {}
         else:
             shifted = type(base_of(self.trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            own, shifting = self.trainer.label_smoother, {"shift_labels": shifted}
-        loss: torch.Tensor = own(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
+            function, shifting = self.trainer.label_smoother, {"shift_labels": shifted}
+        loss: torch.Tensor = function(outputs, inputs["labels"], num_items_in_batch=inputs[NUM_ITEMS], **shifting)
         return loss
 
     def _cut(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

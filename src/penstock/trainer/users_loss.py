@@ -20,8 +20,8 @@ INSTEAD = "Use compute_loss_func, or a loop of your own with a criterion: docs/y
 
 
 class UsersLoss(OwnLoss):
-    """Which mean the loss is, is seen when it is followed before the first step, as with any criterion. What it needs
-    besides outputs and inputs is missed there, and refused by name, on all ranks."""
+    """Which mean the loss is shows when it is followed before the first step, as with any criterion. What it needs
+    besides outputs and inputs is missing there, and refused by name, on all ranks."""
 
     # An attribute with this name would be the user's.
     notes_in = ()
@@ -54,7 +54,7 @@ class UsersLoss(OwnLoss):
         return NoMetrics()
 
     def counting_labels(self) -> AbstractContextManager[None]:
-        """What the number means that it is given is the affair of `compute_loss`, which has the plain Trainer's."""
+        """`compute_loss` is given the number that the plain Trainer counts, and knows what it means."""
         return nullcontext()
 
     def _compute(self, trainer: Any, model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

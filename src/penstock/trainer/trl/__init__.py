@@ -1,1 +1,1 @@
-"""An adapter for each trainer of TRL. Imports nothing of TRL: a class is known by its module and name."""
+"""Adapters for trainers of TRL. Importing them does not import TRL: a class is known by its module and name."""

@@ -73,7 +73,7 @@ def per_token(
     of_part = functools.partial(_of_part, temperature, tuple(wanted))
     if len(rows) > count and torch.is_grad_enabled():  # so that the backward has the copies of one part at a time
         of_part = functools.partial(checkpoint, of_part, use_reentrant=False, preserve_rng_state=False)
-    parts = [of_part(some, target) for some, target in zip(rows.split(count), targets.split(count), strict=True)]
+    parts = [of_part(chunk, target) for chunk, target in zip(rows.split(count), targets.split(count), strict=True)]
     return {
         name: torch.cat([part[name] for part in parts]).view(labels.shape).masked_fill(~kept, 0) for name in parts[0]
     }

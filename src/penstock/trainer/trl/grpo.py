@@ -90,8 +90,8 @@ class GRPO(OwnLoss):
 
     def _count_pipelines(self) -> None:
         """Let a generation have the samples of as many steps as asked for: GRPOConfig has counted each rank, as if it
-        had samples of its own, and the order of the data depends on this number. It has computed the one of
-        generation_batch_size and steps_per_generation that was not given, so which one was is not known any more. The
+        had samples of its own, and the order of the data depends on generation_batch_size. It has computed this or
+        steps_per_generation, whichever was not given, so it is not known any more which one was. The
         user's arguments, of which another trainer may be made, stay as they are."""
         args = self.trainer.args = copy.copy(self.trainer.args)
         pipelines = len(self.engine.layout.pipelines)

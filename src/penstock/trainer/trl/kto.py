@@ -2,7 +2,7 @@
 
 Its loss has a mean over all processes inside: how far the model is from the reference on mismatched pairs of prompt and
 completion (KTO, https://arxiv.org/abs/2402.01306, equation 7). These pairs have no gradient, so they run before the
-step, and that mean, KL, is known when the first microbatch's loss is.
+step, and that mean, KL, is known when the first microbatch's loss is computed.
 """
 
 from __future__ import annotations

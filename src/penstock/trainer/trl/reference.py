@@ -15,13 +15,13 @@ from penstock.trainer.own_loss import OwnLoss
 
 
 class AgainstReference(OwnLoss):
-    """A trainer whose loss compares the model with a reference: the base of its adapters, or a second model over the
-    same stages. The reference's figures are computed before the step, as if they were precomputed."""
+    """For a trainer whose loss compares the model with a reference: the model without its LoRA, or a second one over
+    the same stages. The reference's figures are computed before the step, as if they were precomputed."""
 
     precomputed_attributes: ClassVar[Mapping[str, Any]] = {"precompute_ref_logps": True}
 
     def reference(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What the reference gives for a batch, each of one number for a sample, by TRL's names."""
+        """What the reference gives for a batch, by TRL's names: each a number for each sample, or pair."""
         raise NotImplementedError
 
     @contextmanager
@@ -37,8 +37,8 @@ class AgainstReference(OwnLoss):
         return with_columns(self.trainer, dataset, batch_size, self.reference)
 
     def add_precomputed(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        known = any(name.startswith("ref_") for name in inputs)
-        return inputs if known else {**inputs, **self.reference(inputs)}
+        has_figures = any(name.startswith("ref_") for name in inputs)
+        return inputs if has_figures else {**inputs, **self.reference(inputs)}
 
 
 def with_columns(

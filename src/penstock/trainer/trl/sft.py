@@ -18,8 +18,8 @@ PART = 1 << 24
 
 
 class SFT(TrainerAdapter):
-    """SFTTrainer: the model's own loss, with the metrics of `TokenMetrics`. It runs the model without TRL's fused head,
-    whose loss it is."""
+    """SFTTrainer: the model's own loss, with the metrics of `TokenMetrics`. The model runs without TRL's fused head,
+    which would give the same loss."""
 
     trainer_class = "trl.SFTTrainer"
 
@@ -71,11 +71,11 @@ class TokenMetrics:
         trainer = self._trainer
         engine, state = trainer.pipelines.engine, trainer.accelerator.gradient_state
         layout, pipeline = engine.layout, engine.place.pipeline
-        own = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
+        numbers = [*([0.0] * 5 if self._sums is None else self._sums.tolist()), float(self._num_tokens)]
         if layout.part_of(pipeline):  # all parts were given the tokens
-            own[-1] = 0.0
-        every = torch.zeros(layout.num_replicas, len(own), dtype=torch.float64)
-        every[layout.replica_of(pipeline)] = torch.tensor(own, dtype=torch.float64)
+            numbers[-1] = 0.0
+        every = torch.zeros(layout.num_replicas, len(numbers), dtype=torch.float64)
+        every[layout.replica_of(pipeline)] = torch.tensor(numbers, dtype=torch.float64)
         every = torch.tensor(engine.sum_over_pipelines(every.flatten().tolist()), dtype=every.dtype).view(every.shape)
         if state.end_of_dataloader and state.remainder > 0:
             every = every[: state.remainder]  # as accelerate does, of what fills up the last batches
@@ -110,9 +110,9 @@ def token_sums(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
             rows: Iterable[torch.Tensor] = logits.in_parts(count)
         else:
             rows = logits.detach().flatten(0, -2).split(count)
-        for some, wanted in zip(rows, following.flatten().split(count), strict=True):
+        for chunk, wanted in zip(rows, following.flatten().split(count), strict=True):
             kept = wanted != IGNORED
-            raised = some[kept]
+            raised = chunk[kept]
             raised = raised if raised.dtype == torch.float64 else raised.to(torch.float32)
             # Not p log p: a token that cannot be is -inf in the logits.
             entropy = torch.special.entr(raised.softmax(-1)).sum(dtype=torch.float64)
