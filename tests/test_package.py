@@ -210,7 +210,8 @@ OF_LIBRARIES = {
         "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl", "_apply",
     },
     "hooks that others have put on a module, a parameter or an optimizer": {
-        "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+        "_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
         "_register_state_dict_hook", "_post_accumulate_grad_hooks", "_backward_hooks", "_optimizer_step_post_hooks",
         "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
     },

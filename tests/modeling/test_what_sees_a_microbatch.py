@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import weight_norm
 
 import penstock
 from tests.support.families import FAMILIES, batch
@@ -86,6 +87,19 @@ def look_up(module: Any, x: torch.Tensor) -> None:
         module.table = torch.arange(3)
 
 
+def set_weight(module: Any, x: torch.Tensor) -> None:
+    if not module.count:
+        module.count = 1
+        with torch.no_grad():
+            module.layer.bias.copy_(x.mean((0, 1)))
+
+
+def normed() -> nn.Module:
+    model = Chain()
+    weight_norm(model.blocks[1])
+    return model
+
+
 class Rooted(Chain):
     """Counts in the model's own code."""
 
@@ -117,6 +131,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "a running mean": (lambda: Chain(Keeping(average)), "changes attributes of modules (blocks.1.mean)"),
     "what is looked up": (lambda: Chain(Keeping(look_up)), None),
     "a count between units": (Rooted, "changes attributes of modules (forwards)"),
+    "a first forward that sets a weight": (
+        lambda: Chain(Keeping(set_weight)),
+        "changes attributes of modules (blocks.1.layer.bias)",
+    ),
+    "a weight that hooks make anew": (normed, None),
     "a hook": (lambda: hooked("before"), "hooks on the gradients of parameters (blocks.1.weight)"),
     "a hook after": (lambda: hooked("after"), "hooks on the gradients of parameters (blocks.1.weight)"),
     "by frequency": (
@@ -155,6 +174,57 @@ def test_what_sees_a_microbatch_is_warned_of_by_name_and_once(pool: Pool) -> Non
 
 def test_nothing_is_warned_of_where_a_microbatch_is_the_batch(pool: Pool) -> None:
     assert pool.run(2, all_warned, 1) == [[[]] * len(MODELS)] * 2
+
+
+FORWARDS: list[int] = []
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        FORWARDS.append(1)
+        return self.layer(x)
+
+
+def keeping_by_a_hook() -> nn.Module:
+    model, seen = Chain(), {}  # type: ignore[var-annotated]
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.update(output=output))
+    return model
+
+
+def looking_by_a_hook() -> nn.Module:
+    model, seen = Chain(), []  # type: ignore[var-annotated]
+    model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    return model
+
+
+OF_ONE_RANK = {
+    "a variable": (lambda: Chain(Counting()), f"forwards change variables ({__name__}.FORWARDS)"),
+    "tensors that a hook keeps": (keeping_by_a_hook, "forward hooks keep tensors (blocks.1)"),
+    "shapes that a hook keeps": (looking_by_a_hook, None),
+}
+
+
+def of_one_rank(name: str) -> list[str]:
+    model: Any = penstock.initialize(
+        OF_ONE_RANK[name][0](), pipeline_parallel_size=2, num_microbatches=2, example_inputs=INPUTS
+    )
+    FORWARDS.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run_step(model, INPUTS)
+        run_step(model, INPUTS)
+    return [str(each.message) for each in seen]
+
+
+def test_what_only_one_rank_has_of_a_forward_is_warned_of_by_name(pool: Pool) -> None:
+    for name, (_, expected) in OF_ONE_RANK.items():
+        first, second = pool.run(2, of_one_rank, name)
+        assert first == [], name
+        assert [each.split(":")[0].split(". ")[0] for each in second] == ([] if expected is None else [expected]), name
 
 
 def counted() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -214,11 +215,11 @@ class DropsLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.probability = 0.0
+        self.probability = [0.0]  # no plain attribute, which would be followed anew
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if random.random() >= self.probability:
+            if random.random() >= self.probability[0]:
                 x = layer(x)
         return x.square().mean()
 
@@ -228,7 +229,7 @@ def drop_layers() -> str:
     run_step(model, {"x": torch.ones(4, 4)})  # the plan, in which all ranks agree, has every layer
     dist.barrier()  # no rank begins the next step, and fails in it, before all have ended this one
     random.seed(5 * dist.get_rank())
-    model.probability = 0.5
+    model.probability[0] = 0.5
     with pytest.raises(RuntimeError) as caught:
         run_step(model, {"x": torch.ones(4, 4)})
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -238,6 +239,24 @@ def test_layers_left_out_on_one_rank_only_are_said_to_be(pool: Pool) -> None:
     for text in pool.run(2, drop_layers):
         assert "RuntimeError: The model took another path than it was planned for" in text
         assert "random numbers such as those that leave layers out" in text and "set that probability to 0" in text
+
+
+def clip_one_by_one(single: bool) -> list[str]:
+    model: Any = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
+    run_step(model, batch("causal", 4))
+    chosen = [weight for weight in model.parameters() if weight.dim() == 1][:3]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for part in [[weight] for weight in chosen] if single else [chosen]:
+            torch.nn.utils.clip_grad_norm_(part, 0.1)
+    return [str(each.message) for each in caught]
+
+
+def test_a_norm_of_another_single_weight_on_each_rank_is_warned_of(pool: Pool) -> None:
+    for texts in pool.run(2, clip_one_by_one, True):
+        assert len(texts) == 3
+        assert all("a gradient norm was asked of a single parameter (transformer." in text for text in texts)
+    assert pool.run(2, clip_one_by_one, False) == [[], []]
 
 
 def clip_differently() -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.config.configuration import Configuration
 from penstock.context_parallel.apply import sharing_of
@@ -156,7 +157,7 @@ def _find(model: nn.Module, units: Sequence[str] | None, ranks: Ranks, loss_in_c
 
     def find() -> tuple[list[float], float | None]:
         if units:
-            names, functions = list(units), ShapeFunctions({name: model.get_submodule(name) for name in units})
+            names, functions = list(units), ShapeFunctions({name: model.get_submodule(name) for name in units}, model)
         else:
             names, functions = units_and_functions(model)
         kept.append((names, functions))
@@ -209,6 +210,11 @@ def check_whole_model(model: Any, caller: str) -> None:
     for cls in type(model).__mro__:
         if cls.__module__.startswith("torch.") and cls.__name__ in WRAPPERS:
             raise TypeError(f"{caller} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
+    if lazy := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None):
+        raise ValueError(
+            f"{lazy} of this {type(model).__name__} has no shape yet, as that of a lazy module: call the model once "
+            f"before {caller}, on one sample, so that all ranks have the same weights"
+        )
     if absent := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ValueError(
             f"{absent} of this {type(model).__name__} is on the meta device, without values: build the model on the "

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -58,6 +58,10 @@ from penstock.runtime.inputs import (
     warn_of_hooks,
     warn_of_inexact_loss,
     warn_of_kept_state,
+    warn_of_kept_tensors,
+    warn_of_later_changes,
+    warn_of_norms_of_one,
+    warn_of_variables,
 )
 from penstock.runtime.loop import TrainingLoop
 from penstock.runtime.options import EngineOptions
@@ -272,6 +276,8 @@ class Engine:
         refuse_without_loss(self.split.model, prepared)
         if self.context.holds_output:
             warn_of_inexact_loss(self.split.model, prepared)
+            if self.report is None:
+                warn_of_later_changes(prepared)
         if len(microbatches) > 1 or len(self.layout.pipelines) > 1:
             self._warn_of_what_sees_a_microbatch(prepared)
         schedule = self.parts.schedule(len(microbatches))
@@ -294,7 +300,8 @@ class Engine:
                 fingerprint(inputs), prepared, self.loss_scale, self.reduces_gradients, training=True
             )
         batch = partial(described, inputs, sizes)
-        return TrainingLoop(step, partial(self._run, step, settings, inputs, batch), self.parts.open_step)
+        run = partial(self._run, step, settings, inputs, batch, prepared.changed_later)
+        return TrainingLoop(step, run, self.parts.open_step)
 
     def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:
         """Once, before the first step, or where there are new hooks."""
@@ -307,7 +314,12 @@ class Engine:
             warn_of_batchwise(inputs)
 
     def _run(
-        self, step: TrainingStep, settings: Settings, inputs: Mapping[str, Any], batch: BatchInWords
+        self,
+        step: TrainingStep,
+        settings: Settings,
+        inputs: Mapping[str, Any],
+        batch: BatchInWords,
+        warned_of: Collection[str],
     ) -> Generator[Any, None, None]:
         number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
@@ -335,7 +347,9 @@ class Engine:
         if step.interruption is not None:
             raise step.interruption
         warn_of_changed_buffers(self.split.model, buffers)
-        warn_of_kept_state([] if kept is None else kept.changed())
+        warn_of_variables([] if kept is None else [*kept.variables])
+        warn_of_kept_tensors([] if kept is None else [*kept.keeping])
+        warn_of_kept_state([] if kept is None else [name for name in kept.changed() if name not in warned_of])
 
     def sum_over_pipelines(self, values: Sequence[float]) -> list[float]:
         """Sums of what the pipelines' last stages give, on every rank. All ranks call this together, with as many
@@ -423,7 +437,11 @@ class Engine:
             raise ValueError(f"norm_type must be positive, got {norm_type}")
         mine = [weight for weight in held if weight.parameter.grad is not None and self.rank in weight.keepers]
         equality = sum(weight.equality_term(self.rank, weight.keepers) for weight in mine) % MODULUS
-        with self._norms(Call.CLIP, norm_type, equality=equality):
+        several = sum(weight.parameter.grad is not None for weight in self.held) > 1
+        single = held[0].digest % MODULUS if len(held) == 1 and several else 0
+        with self._norms(Call.CLIP, norm_type, equality=equality, single=single) as singles:
+            if len(singles - {0}) > 1:
+                warn_of_norms_of_one(held)
             return self.parts.gradients.norm.total(norm_type, error_if_nonfinite, held)
 
     def held_of(self, gradients: Sequence[torch.Tensor]) -> list[HeldParameter | None]:
@@ -452,8 +470,11 @@ class Engine:
         return microbatches_of(inputs, self._main_input_name, wanted, size, default, self.media, dims)
 
     @contextlib.contextmanager
-    def _norms(self, call: Call, norm_type: float, max_norm: float = 0.0, equality: int = 0) -> Iterator[None]:
-        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), equality]) as gathered:
+    def _norms(
+        self, call: Call, norm_type: float, max_norm: float = 0.0, equality: int = 0, single: int = 0
+    ) -> Iterator[Set[int]]:
+        """Compare what the ranks give to a norm; gives their `single`, digests of parameters that are given alone."""
+        with self.together(call, [bits_of(float(norm_type)), bits_of(float(max_norm)), equality, single]) as gathered:
             if sum(facts[2] for facts in gathered.values()) % MODULUS:
                 shared = [weight.name for weight in self.held if len(weight.ranks) > 1]
                 raise SettingsMismatch(
@@ -468,7 +489,7 @@ class Engine:
                         f"the gradient norm's {name} differs: {in_words(values, number_in_words)}"
                         ". Give the same on all ranks"
                     )
-            yield
+            yield {facts[3] for facts in gathered.values()}
 
     def refuse_if_over(self) -> None:
         """Raise if the ranks of this engine can do nothing together any more."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from penstock.modeling.graph.loss import Criterion, LossTerm, read_counts
 from penstock.modeling.graph.plan import DataflowPlan
 from penstock.nested import named_tensors
+from penstock.runtime.gradients.holders import HeldParameter
 
 # Odd multipliers keep seeds of neighbouring steps and microbatches far apart and distinct for long.
 STEP_STRIDE, MICROBATCH_STRIDE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
@@ -99,6 +100,11 @@ class StepInputs:
     def different_plans(self) -> list[DataflowPlan]:
         """Nearly always a single one."""
         return list({id(plan): plan for plan in self.plans}.values())
+
+    @property
+    def changed_later(self) -> list[str]:
+        """Attributes that the model's code changes after the units of some stage."""
+        return sorted({name for plan in self.different_plans for name in plan.changed_later})
 
     def total_counts(self) -> list[float]:
         return [sum(column) for column in zip(*self.counts, strict=True)]
@@ -255,6 +261,48 @@ def warn_of_kept_state(names: Sequence[str]) -> None:
     if names:
         what = f"a forward in training changes attributes of modules ({_some(names)}), and runs for each microbatch"
         warnings.warn(f"{what}: {AS_ACCUMULATED}", stacklevel=2)
+
+
+def warn_of_later_changes(inputs: StepInputs) -> None:
+    """Warn of attributes that the model's code changes where ranks of earlier stages have left the forward."""
+    if names := inputs.changed_later:
+        warnings.warn(
+            f"the model's code changes attributes ({_some(names)}) after the units of earlier stages, whose ranks have "
+            "left the forward by then, and keep what they had. If a later forward uses these attributes, the results "
+            "are not those of the unsplit model: change them before the first unit, or in your loop",
+            stacklevel=2,
+        )
+
+
+def warn_of_variables(names: Sequence[str]) -> None:
+    """Warn of variables outside of functions that forwards of this rank's stages have changed."""
+    if names:
+        warnings.warn(
+            f"forwards change variables ({_some(names)}): each rank has its own, which the forwards of its own stages "
+            "change, once for each microbatch. What depends on them is not as in the unsplit model",
+            stacklevel=2,
+        )
+
+
+def warn_of_kept_tensors(names: Sequence[str]) -> None:
+    """Warn of forward hooks, by their modules, that have kept tensors of this rank's stages."""
+    if names:
+        warnings.warn(
+            f"forward hooks keep tensors ({_some(names)}). They run on the rank that holds their module only: other "
+            "ranks have nothing of them, and a loss that uses them there lacks them. Let the forward return them",
+            stacklevel=2,
+        )
+
+
+def warn_of_norms_of_one(given: Sequence[HeldParameter]) -> None:
+    """Warn where several ranks have each given another parameter, and nothing else, to one norm."""
+    names = f" ({given[0].name})" if len(given) == 1 else ""
+    warnings.warn(
+        f"a gradient norm was asked of a single parameter{names}, but other ranks have given another one to the same "
+        "call, so it is that of all of these. To clip each parameter by itself, scale its gradient by its own norm: "
+        "parameter.grad.mul_((max_norm / (parameter.grad.norm() + 1e-6)).clamp(max=1))",
+        stacklevel=2,
+    )
 
 
 def warn_of_hooks(names: Sequence[str]) -> None:

@@ -72,7 +72,16 @@ class ChangedTensor:
     call: int
 
 
-Source = Value | NamedValue | ChangedTensor
+@dataclass(frozen=True)
+class LeftTensor:
+    """A tensor that a unit's call has computed and not returned: left in an attribute, say, `where` of the unit."""
+
+    unit: str
+    call: int
+    where: str = ""
+
+
+Source = Value | NamedValue | ChangedTensor | LeftTensor
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -198,6 +207,8 @@ class DataFlow(TorchDispatchMode):
         leaked = min((source.name for source in sources if isinstance(source, TensorInsideUnit)), default=None)
         if leaked is not None:
             raise ReachedInside(leaked)
+        if any(isinstance(source, LeftTensor) for source in sources):  # of a unit's run on meta tensors
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _real, (args, kwargs))
         selectors, asks = _selectors(func, args), torch.Tag.data_dependent_output in func.tags
         output = self._run(func, args, kwargs, asks or bool(selectors))
         if asks:
@@ -268,6 +279,10 @@ class ReadObserver(TorchFunctionMode):
         if not self._flow.paused and func in self._observers:
             self._observers[func](func, args, kwargs, result)
         return result
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def on_meta(tree: Any) -> Any:

@@ -25,6 +25,10 @@ from penstock.modeling.graph.trace import Trace, trace
 from penstock.modeling.instrumentation import Interceptor, original_class
 from penstock.modeling.libraries import configuration_of
 from penstock.modeling.placeholders.caches import cache_kind
+from penstock.modeling.weights.whole import names_in_units, outside_of_units
+
+# Attributes of these types have values that code decides by.
+_PLAIN_VALUES = (bool, int, float, str, type(None))
 
 # Kinds of inputs that are remembered; more than a run has, unless an argument has another value in every step.
 MOST_KINDS = 64
@@ -53,9 +57,9 @@ class TracedForward:
 class Forwards:
     """Trace a model's forwards, once for each kind of inputs. Its units are intercepted from `install` on.
 
-    The kind of inputs is which arguments are given, the values of those that are no tensors, and whether the model is
-    in training mode; not the contents of tensors, nor their sizes, unless the number of a unit's calls depends on how
-    many samples, or images, there are.
+    The kind of inputs is which arguments are given, the values of those that are no tensors, and what plain attributes
+    of the modules outside of units have for values, training mode among them; not the contents of tensors, nor their
+    sizes, unless the number of a unit's calls depends on how many samples, or images, there are.
 
     Attributes:
         functions: the units' shape functions; made at once if none are given, or those of other modules.
@@ -67,15 +71,19 @@ class Forwards:
         self.model = model
         self.units = units
         same = functions is not None and functions.units == units
-        self.functions = functions if functions is not None and same else ShapeFunctions(units)
+        self.functions = functions if functions is not None and same else ShapeFunctions(units, model)
         self.interceptor = Interceptor()
         self.call = MethodType(original_class(type(model)).__call__, model)
         self._signature = inspect.signature(model.forward)
         self.batch_dim: Mapping[str, int | None] = {}
         self._known: dict[Any, TracedForward] = {}
         self._module_names: dict[int, str] = {}
+        # The modules outside of units, and those of their attributes that forwards change themselves.
+        self._outside: Mapping[str, nn.Module] = {}
+        self._changing: set[str] = set()
 
     def install(self) -> None:
+        self._outside = outside_of_units(self.model, names_in_units(self.model, self.units))
         self._module_names = {id(module): name for name, module in self.model.named_modules()}
         self.interceptor.install(self.units)
 
@@ -83,14 +91,14 @@ class Forwards:
         """Take up modules that were put in the place of units. What was followed is forgotten."""
         units = {name: self.model.get_submodule(name) for name in self.units}
         self.interceptor.remove(module for name, module in self.units.items() if module is not units[name])
-        self.units, self.functions = units, ShapeFunctions(units)
+        self.units, self.functions = units, ShapeFunctions(units, self.model)
         self._known.clear()
         self.install()
 
     def convert(self) -> None:
         """Forget what was followed before units were given another type."""
         self.interceptor.converted = False
-        self.functions = ShapeFunctions(self.units)
+        self.functions = ShapeFunctions(self.units, self.model)
         self._known.clear()
 
     def of_kind(
@@ -104,11 +112,15 @@ class Forwards:
         entry = _entry_of(self._module_names, call)
         criterion_key, kind = _criterion_key(criterion), _kind_of(inputs)
         path = self._is_one_unpadded(inputs), self._is_padded_on(inputs)
-        key = (entry, self.model.training, criterion_key, kind, path, in_chunks)
+        key = (entry, self._attributes(), criterion_key, kind, path, in_chunks)
         known = self._known.get(key)
         if known is None:
             self._make_room()
-            known = self._known[key] = self.follow(inputs, call, criterion, in_chunks)
+            followed = self.follow(inputs, call, criterion, in_chunks)
+            if not followed.trace.changed.keys() <= self._changing:  # they have another value in each forward
+                self._changing.update(followed.trace.changed)
+                key = (entry, self._attributes(), criterion_key, kind, path, in_chunks)
+            known = self._known.setdefault(key, followed)
         if known.fixed:
             return known
         # A unit that is called several times may be called once for each image, say.
@@ -123,11 +135,23 @@ class Forwards:
         known.fixed = all(one != another for one, another in zip(known.sizes, sizes, strict=False))
         return known
 
+    def _attributes(self) -> tuple[Any, ...]:
+        """The values of plain attributes of the modules outside of units, by name, that their code may ask for; not of
+        those that forwards change themselves: what is not planned for there is an error in the stage's run."""
+        found: list[tuple[str, Any]] = []
+        for prefix, module in self._outside.items():
+            for name, value in vars(module).items():
+                if isinstance(value, _PLAIN_VALUES):
+                    full = f"{prefix}.{name}" if prefix else name
+                    if full not in self._changing:
+                        found.append((full, value))
+        return (*found, *((name, unit.training) for name, unit in self.units.items()))
+
     def _make_room(self) -> None:
         """Forget all kinds once there are so many that more can be expected in every step."""
         if len(self._known) < MOST_KINDS:
             return
-        kinds = [{"criterion": key[2], **dict(key[3])} for key in self._known]
+        kinds = [{"criterion": key[2], **dict(key[1]), **dict(key[3])} for key in self._known]
         new = [name for name in kinds[-1] if len({kind.get(name) for kind in kinds}) > MOST_KINDS // 2]
         self._known.clear()
         warnings.warn(

@@ -6,8 +6,9 @@ it is traced several times, so nearly all of them have been seen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +28,14 @@ class Untraceable(Exception):
     num_calls = 0
 
 
+class Marks(Protocol):
+    """What tensors were computed from."""
+
+    def sources(self, tree: Any) -> Any: ...
+
+    def mark(self, tensor: torch.Tensor, sources: Iterable[Any]) -> None: ...
+
+
 class TraceFacts:
     """What was seen of the operations of one trace.
 
@@ -40,6 +49,34 @@ class TraceFacts:
         self.where = ""
         self.draws = False
         self.batchwise: set[str] = set()
+        # Of the call under way, of which every tensor that it computes is marked so, while a forward is followed.
+        self._call: Any = None
+        self._marks: Marks | None = None
+        self.reads: set[Any] = set()
+
+    def begin_call(self, call: Any, marks: Marks) -> None:
+        """Mark what is computed from tensors of `mark_own` from now on as that of `call`. `reads` then takes up what
+        other marked tensors, which the unit is not given, were computed from."""
+        self._call, self._marks, self.reads = call, marks, set()
+
+    def end_calls(self) -> None:
+        self._call = self._marks = None
+
+    def mark_own(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._marks is not None:
+            for tensor in tensors:
+                self._marks.mark(tensor, (self._call,))
+
+    def sources(self, args: Any, kwargs: Any) -> Any:
+        return () if self._marks is None else self._marks.sources((args, kwargs))
+
+    def read(self, sources: Any, args: Any, kwargs: Any) -> Any:
+        """Take up what an operation uses, by the `sources` of its arguments; gives these as meta tensors."""
+        foreign = sources - {self._call}
+        if not foreign:
+            return args, kwargs
+        self.reads |= foreign
+        return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note an operation, if `_traits` finds something in it. Raises `OwnCollective` if it communicates with other
@@ -105,6 +142,14 @@ class RememberedOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._seen.note(func, args, kwargs)
+        if sources := self._seen.sources(args, kwargs):
+            args, kwargs = self._seen.read(sources, args, kwargs)
+        output = self._answer(func, args, kwargs)
+        if sources:
+            self._seen.mark_own(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        return output
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = _key_of(func, args, kwargs) if _makes_fresh_tensors(func) else None
         if key in _remembered:
             return _made(_remembered[key])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.modeling.graph.dataflow import ChangedTensor, RandomDraw, Sources, Value
+from penstock.modeling.graph.dataflow import ChangedTensor, LeftTensor, RandomDraw, Sources, Value
 from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import ForwardFacts, Trace
 from penstock.modeling.tensor_spec import TensorSpec
@@ -42,6 +42,7 @@ class DataflowPlan(ForwardFacts):
             stage's values. The other stages cannot follow it: they leave the forward before.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
+        changed_later: attributes of modules outside of units that the forward changes where some stage has left it.
         digest: a hash of what a stage's run depends on, which tells this rank's plans apart.
         checksum: of what every rank must have alike: which stage makes which call, and what crosses each boundary.
     """
@@ -53,6 +54,7 @@ class DataflowPlan(ForwardFacts):
     last_stage_decides: bool
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
+    changed_later: tuple[str, ...]
     digest: str = field(compare=False, default="")
     checksum: int = field(compare=False, default=0)
 
@@ -82,11 +84,17 @@ def make_plan(
     last_stage_using: dict[Value, int] = {}
     uses = [(call.stage, call.unit, traced.sources) for call, traced in zip(calls, trace.calls, strict=True)]
     for stage, user, sources in (*uses, (num_stages - 1, "the model's output", trace.output_sources)):
-        for source in sources:
+        for source in sorted(sources, key=str):  # so that all ranks refuse the same
             if isinstance(source, ChangedTensor) and stages[source.unit, source.call] != stage:
                 raise NotImplementedError(
                     f"{source.unit} changes one of its arguments in place, and {user}, on another stage, uses it: put "
                     "both into one stage with `stages`, or let it change a copy"
+                )
+            if isinstance(source, LeftTensor) and stages[source.unit, source.call] != stage:
+                where = f" in its attribute {source.where}" if source.where else ", in an object of Python's"
+                raise NotImplementedError(
+                    f"the forward of {source.unit} leaves a tensor behind{where}, and {user}, on another stage, uses "
+                    "it, where it is not: let the forward return it"
                 )
         for value in _values(sources):
             last_stage_using[value] = max(stage, last_stage_using.get(value, 0))
@@ -112,6 +120,9 @@ def make_plan(
         last_stage_decides=bool(trace.controls) and num_stages > 1,
         defaults=defaults,
         last_calls=tuple(last_calls),
+        changed_later=tuple(
+            sorted(n for n, after in trace.changed.items() if after > min(last_calls[:-1], default=after))
+        ),
         **{fact.name: getattr(trace, fact.name) for fact in fields(ForwardFacts)},
     )
     # A set prints in any order, and no stage's run depends on what the code asks and draws.

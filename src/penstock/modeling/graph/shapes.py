@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
+from penstock.modeling.graph.attributes import Attributes, LeftValue, shared_values
 from penstock.modeling.graph.meta_operations import (
     AssumedValues,
     KnownValues,
@@ -29,6 +30,7 @@ from penstock.modeling.instrumentation import mix_in
 from penstock.modeling.placeholders.caches import CacheGrowth, CacheUse, note_use, shape_cache
 from penstock.modeling.placeholders.ghosts import meta_placeholder, sync_capture_hooks
 from penstock.modeling.tensor_spec import TensorSpec
+from penstock.modeling.weights.whole import names_in_units, unit_of
 from penstock.nested import PLAIN, is_record, show_record_to_torch
 
 # Output shapes are remembered per unit and argument shapes; the memory is emptied when it grows beyond this.
@@ -39,6 +41,8 @@ _SHARED = (torch.Tensor, bool, int, float, str, type(None))
 
 # With these a unit refuses the model. With any other exception it cannot run on meta tensors, and something is assumed.
 _REFUSALS = (Untraceable, OwnCollective)
+
+_LEAF = pytree.tree_structure(0)
 
 # Stands for a tensor where shape and dtype do not matter.
 SOME_TENSOR = TensorSpec((), torch.float32)
@@ -70,6 +74,8 @@ class OutputShape:
     known: tuple[int, ...] = ()  # indices of the argument leaves on whose values the shapes depend
     stored: tuple[StoredEntry, ...] = ()  # entries that the call makes in mappings among its arguments
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
+    # What the call leaves in attributes of the unit's modules: `TensorSpec`s in place of tensors.
+    left: tuple[LeftValue, ...] = field(default=(), compare=False, repr=False)
     kept: int = field(default=0, compare=False)  # elements of the parameters of what was taken for shape-preserving
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
@@ -83,7 +89,10 @@ class OutputShape:
 
     def flatten(self, output: Any, given: Sequence[Any], before: Mapping[str, int]) -> list[Any]:
         """The inverse of `unflatten`, after a call; `before` are the lengths that side outputs had."""
-        leaves = [output] if isinstance(output, torch.Tensor) else flatten(output)[0]
+        leaves: list[Any]
+        leaves, spec = ([output], _LEAF) if isinstance(output, torch.Tensor) else flatten(output)
+        if spec != self.spec:
+            raise OtherStructure(f"{_in_words(spec)}, but {_in_words(self.spec)}")
         if not (self.stored or self.captured):  # nearly always
             return leaves
         leaves = leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
@@ -119,6 +128,10 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return flatten(tree) if unknown else (leaves, spec)
 
 
+class OtherStructure(RuntimeError):
+    """A unit's call has returned tensors in another structure than when it was followed; the message has both."""
+
+
 class ChangesArgument(Untraceable, NotImplementedError):
     """A unit changes a list, dictionary or data class among its arguments in place."""
 
@@ -133,9 +146,16 @@ class ShapeFunctions:
             words, as an error itself would keep alive what its callers hold.
     """
 
-    def __init__(self, units: dict[str, nn.Module]) -> None:
+    def __init__(self, units: dict[str, nn.Module], model: nn.Module | None = None) -> None:
         self.units = units
-        self._copies = {name: _copy_of(module) for name, module in units.items()}
+        # What copies do not have copies of: modules of the model that are not inside of them, and what several modules
+        # use to hand each other something.
+        self._beside: dict[int, Any] = {}
+        if model is not None:
+            homes = names_in_units(model, units)
+            owners = {name: unit_of(homes.get(name, name), units) or "" for name, _ in model.named_modules()}
+            self._beside = {id(module): module for module in model.modules()} | shared_values(owners, model)
+        self._copies = {name: self._copy_of(module) for name, module in units.items()}
         # By copy, and by what is alike: the number of the kind.
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
@@ -149,12 +169,19 @@ class ShapeFunctions:
         # Whether each module of a unit was in training mode at the last `sync`.
         self._modes = {name: bytes(1) for name in units}
 
+    def _copy_of(self, module: nn.Module) -> nn.Module:
+        made = meta_placeholder(module, self._beside)
+        for each in made.modules():
+            if "layer_idx" in vars(each):
+                mix_in(each, _IndexedModule)
+        return made
+
     def sync(self) -> None:
         """Follow changes of the modules since the copies were made; called before planning."""
         for name, module in self.units.items():
             modules = [*module.modules()]
             if len(modules) != sum(1 for _ in self._copies[name].modules()):
-                self._copies[name] = _copy_of(module)  # adapters were put in
+                self._copies[name] = self._copy_of(module)  # adapters were put in
             self._modes[name] = bytes(each.training for each in modules)
         self._remembered.clear()
         self.seen = TraceFacts()
@@ -181,7 +208,7 @@ class ShapeFunctions:
         shape = self._run(name, leaves, spec, known)
         if read_values != (name in self._reads_values):
             return shape  # the key did not tell the values yet
-        if lasting:
+        if lasting and not self.seen.reads:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = shape
@@ -303,7 +330,10 @@ class ShapeFunctions:
         entries = {index: dict(leaf) for index, leaf in enumerate(meta_leaves) if _is_mapping(leaf)}
         versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in meta_leaves]
         args, kwargs = pytree.tree_unflatten(meta_leaves, spec)
+        self.seen.mark_own(leaf for leaf in meta_leaves if isinstance(leaf, torch.Tensor))
+        attributes = Attributes(dict(self._copies[name].named_modules()))
         with (
+            ExitStack() as afterwards,
             torch.inference_mode(False),
             torch.no_grad(),
             torch.device("meta"),
@@ -313,6 +343,7 @@ class ShapeFunctions:
             mock.patch.object(torch, "is_autocast_enabled", _is_autocast_enabled),
             side_outputs_aside() as lists,
         ):
+            afterwards.callback(attributes.set_back)
             if lists:  # transformers installs its hooks when something is collected for the first time
                 sync_capture_hooks(self.units[name], self._copies[name])
             before = lengths(lists)
@@ -324,6 +355,7 @@ class ShapeFunctions:
                 self.meter() if self.meter else nullcontext() as counted,
             ):
                 output = self._copies[name](*args, **kwargs)
+            left_behind = tuple(map(_spec_of_left, attributes.left()))
         after = flatten((args, kwargs))[0]
         if len(after) != len(meta_leaves) or any(a is not b for a, b in zip(after, meta_leaves, strict=True)):
             raise ChangesArgument(
@@ -355,8 +387,12 @@ class ShapeFunctions:
         shapes = tuple(_shape_of(leaf) for leaf in output_leaves)
         return OutputShape(
             shapes, output_spec, tuple(captured), use.growth(meta_leaves), written, assumed, tuple(known),
-            tuple(stored), 0.0 if counted is None else counted.cost,
+            tuple(stored), 0.0 if counted is None else counted.cost, left_behind,
         )  # fmt: skip
+
+
+def _spec_of_left(left: LeftValue) -> LeftValue:
+    return replace(left, value=pytree.tree_map(_shape_of, left.value))
 
 
 class _IndexedModule:
@@ -369,14 +405,6 @@ class _IndexedModule:
         return vars(self)["layer_idx"]
 
     layer_idx = property(_read, lambda self, value: vars(self).update(layer_idx=value))
-
-
-def _copy_of(module: nn.Module) -> nn.Module:
-    made = meta_placeholder(module)
-    for each in made.modules():
-        if "layer_idx" in vars(each):
-            mix_in(each, _IndexedModule)
-    return made
 
 
 def _likeness(key: str, value: Any) -> Hashable:
@@ -443,6 +471,10 @@ def _init_autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs:
 
 def _is_autocast_enabled(*device_type: str) -> bool:
     return device_type != ("meta",) and _own_is_enabled(*device_type)
+
+
+def _in_words(spec: pytree.TreeSpec) -> str:
+    return "a tensor" if spec.is_leaf() else f"a {getattr(spec.type, '__name__', spec.type)} of {spec.num_leaves}"
 
 
 def _shape_of(leaf: Any) -> Any:

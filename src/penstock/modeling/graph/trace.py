@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from types import FrameType
@@ -21,11 +21,13 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.collectives import CriterionCollective, OwnCollective
+from penstock.modeling.graph.attributes import Attributes, LeftValue, Variables, leave
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
     ChangedTensor,
     DataFlow,
     ForwardArgument,
+    LeftTensor,
     ReachedInside,
     ReadObserver,
     Sources,
@@ -42,7 +44,7 @@ from penstock.modeling.placeholders.caches import narrow_copy
 from penstock.modeling.placeholders.ghosts import stripped_tensors
 from penstock.modeling.stage.outputs import OutputForm, Shapes, form_of, named_output, refuse_hidden_tensors, shapes_of
 from penstock.modeling.tensor_spec import TensorSpec
-from penstock.modeling.weights.whole import names_in_units, unit_of
+from penstock.modeling.weights.whole import names_in_units, outside_of_units, unit_of
 from penstock.nested import map_tensors, named_tensors
 from penstock.random_state import (
     OUTSIDE_TORCH,
@@ -108,6 +110,7 @@ class Trace(ForwardFacts):
     Attributes:
         controls: for each unit's value or random number that decided what Python did next, the number of calls made
             before, and its sources.
+        changed: attributes of modules outside of units that the forward changes, with the number of calls made before.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors.
     """
@@ -115,6 +118,7 @@ class Trace(ForwardFacts):
     calls: tuple[TracedCall, ...]
     output_sources: Sources
     controls: tuple[tuple[int, Sources], ...]
+    changed: Mapping[str, int]
     shapes: Mapping[Value, TensorSpec]
     output_shapes: Shapes
 
@@ -191,6 +195,7 @@ def trace(
         calls=tuple(recorder.calls),
         output_sources=flow.sources(leaves) | flow.sources(loss),
         controls=tuple(flow.controls),
+        changed=recorder.outside.changed,
         written=frozenset(flow.written),
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
@@ -224,7 +229,6 @@ def _follow(
         torch.no_grad(),
         all_restored(generators_in_use()),
         seedable(held_sources(model)),
-        _counts_kept(model, functions.units),
         _real_outside(model, homes) as real,
     ):
         arguments = {
@@ -233,7 +237,9 @@ def _follow(
         }
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        recorder = _CallRecorder(model, functions, device, head)
+        variables = Variables(model.modules())
+        outside = Attributes(outside_of_units(model, homes))
+        recorder = _CallRecorder(model, functions, device, head, outside)
         flow = recorder.flow
         _mark_tensors(model, homes, flow)
         named = named_tensors(arguments)
@@ -247,6 +253,7 @@ def _follow(
                 with nullcontext() if criterion is None else OwnNumbers(model):
                     loss = _loss_by(criterion, output, arguments)
                 _refuse_changed(model, real, flow)
+            outside.look(len(recorder.calls))
             draws = drawn_since(before, device) | ({TORCH} if functions.seen.draws else set())
         except (ReachedInside, CriterionError, ChunkedLossError):
             raise
@@ -264,6 +271,11 @@ def _follow(
             raise failure from error
         finally:
             interceptor.handler = None
+            functions.seen.end_calls()
+            for take_away in reversed(recorder.undo):
+                take_away()
+            outside.set_back()
+            variables.set_back()
     return recorder, losses, draws, output, loss
 
 
@@ -305,27 +317,36 @@ class _CallRecorder:
         model: nn.Module,
         functions: ShapeFunctions,
         device: torch.device,
-        head: str | None = None,
+        head: str | None,
+        outside: Attributes,
     ) -> None:
-        self._model, self._head = model, head
+        self._model, self._head, self.outside = model, head, outside
         self.calls: list[TracedCall] = []
         self.shapes: dict[Value, TensorSpec] = {}
         self.flow = DataFlow(lambda: len(self.calls), functions.seen)
         self._functions = functions
         self._device = device
         self._counts: Counter[str] = Counter()
+        # Take what units leave behind away again.
+        self.undo: list[Callable[[], None]] = []
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, index = unit.name, self._counts[unit.name]
         _refuse_enclosed(name)
         self._counts[name] += 1
+        self.outside.look(len(self.calls))
         leaves, _ = flatten((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, nn.Module):
                 self._refuse_module(name, leaf)
         sources = self.flow.sources(leaves)
+        facts = self._functions.seen
+        if facts.where:
+            raise Untraceable(f"the unit {facts.where} calls {name}, which is a unit of its own: call it beside that")
+        facts.begin_call(LeftTensor(name, index), self.flow)
         with self.flow.pause():
             shape = self._functions(name, args, kwargs, _plain_values(leaves, self.flow))
+            _refuse_reached(name, facts.reads)
             _refuse_unknown(name, shape.leaves)
             output = shape.make_output(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
             for position in shape.written:
@@ -333,10 +354,12 @@ class _CallRecorder:
                 self.flow.mark(leaves[position], (ChangedTensor(name, index),))
             if shape.cache is not None:
                 shape.cache.apply(leaves)
+            for left in shape.left:
+                self._leave(left, module, LeftTensor(name, index, f"{left.module}.{left.attribute}".lstrip(".")))
         first = args[0] if args else next(iter(kwargs.values()), None)
         like = TensorSpec.shape_of(first) if isinstance(first, torch.Tensor) else None
         like_input = tuple(leaf for leaf, spec in enumerate(shape.leaves) if like is not None and spec == like)
-        self.calls.append(TracedCall(name, index, sources, shape, like_input))
+        self.calls.append(TracedCall(name, index, sources | facts.reads, shape, like_input))
         return ChunkedLogits.standing_for(output) if name == self._head else output
 
     def _stand_in(self, value: Value, spec: TensorSpec) -> torch.Tensor:
@@ -344,6 +367,21 @@ class _CallRecorder:
         self.flow.mark_value(tensor, value)
         self.shapes[value] = spec
         return tensor
+
+    def _leave(self, left: LeftValue, module: nn.Module, source: LeftTensor) -> None:
+        """Put stand-ins where the call of a unit leaves tensors."""
+
+        def stand_in(spec: Any) -> Any:
+            if not isinstance(spec, TensorSpec):
+                return spec
+            tensor = self.flow.stand_in(spec, self._device)
+            self.flow.mark(tensor, (source,))
+            return tensor
+
+        is_leaf = lambda node: isinstance(node, TensorSpec)  # noqa: E731
+        value = pytree.tree_map(stand_in, left.value, is_leaf=is_leaf)
+        self.undo.append(leave(replace(left, value=value), module))
+        self.outside.look_past()
 
     def _refuse_module(self, unit: str, given: nn.Module) -> None:
         """Raise `ReachedInside` if a unit is given a module of another one, whose weights it uses itself."""
@@ -354,6 +392,13 @@ class _CallRecorder:
         held = next((name for name, _ in tensors), None)
         if owner not in (None, unit) and held is not None:
             raise ReachedInside(f"{full}.{held}")
+
+
+def _refuse_reached(unit: str, sources: Collection[Any]) -> None:
+    """Raise `ReachedInside` if a unit's code uses a tensor of another unit."""
+    inside = (source.name for source in sources if isinstance(source, TensorInsideUnit))
+    if others := sorted(name for name in inside if not name.startswith(f"{unit}.")):
+        raise ReachedInside(others[0])
 
 
 def _refuse_enclosed(unit: str) -> None:
@@ -428,21 +473,6 @@ def _real_outside(model: nn.Module, homes: Mapping[str, str]) -> Iterator[dict[s
                 real[full] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
     with _reparametrize_module(model, dict(real)):
         yield real
-
-
-@contextmanager
-def _counts_kept(model: nn.Module, units: Collection[str]) -> Iterator[None]:
-    """Set numbers in attributes of modules outside of units back at the end: a trace is no forward that counts."""
-    counts = {
-        module: {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-        for prefix, module in model.named_modules()
-        if unit_of(prefix, units) is None
-    }
-    try:
-        yield
-    finally:
-        for module, values in counts.items():
-            vars(module).update(values)
 
 
 def _refuse_changed(model: nn.Module, real: Mapping[str, torch.Tensor], flow: DataFlow) -> None:

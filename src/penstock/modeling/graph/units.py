@@ -132,7 +132,7 @@ def _units_for(
         tried.add(tuple(units))
         inner_calls: dict[str, set[str]] = {name: set() for name in units}
         try:
-            functions = shape_functions({name: model.get_submodule(name) for name in units})
+            functions = shape_functions({name: model.get_submodule(name) for name in units}, model)
             traced = trace_units(model, functions, arguments, inner_calls)
         except ReachedInside as leak:
             units = _apart(model, _divided(model, units, leak.tensor, inner_calls))

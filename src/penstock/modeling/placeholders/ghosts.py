@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -208,13 +209,31 @@ def all_parameter_names(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(order))
 
 
-def meta_placeholder(module: nn.Module) -> nn.Module:
+class _Memo(dict[int, Any]):
+    """Of `deepcopy`: with what has no copy, unless it is `inside`."""
+
+    def __init__(self, beside: Mapping[int, Any], inside: Collection[int]) -> None:
+        super().__init__()
+        self._beside, self._inside = beside, inside
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, _ABSENT)
+        if found is _ABSENT:
+            return default if key in self._inside else self._beside.get(key, default)
+        return found
+
+
+_ABSENT = object()
+
+
+def meta_placeholder(module: nn.Module, beside: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
     """A copy of `module` whose tensors are all meta tensors, in eval mode; `module` is left alone and not copied.
 
-    Forward hooks are not taken over, except those with which transformers collects side outputs (see
-    `sync_capture_hooks`): a user's hook must see real values only.
+    What is `beside`, by identity, is not copied, unless it is inside of the module. Forward hooks are not taken over,
+    except those with which transformers collects side outputs (see `sync_capture_hooks`): a user's hook must see real
+    values only.
     """
-    memo: dict[int, Any] = {}
+    memo = _Memo(beside, {id(child) for child in module.modules()})
     for child in module.modules():
         if (packed := known_of(child).packed) is not None:
             memo[id(child)] = packed.stand_in(child)
@@ -225,7 +244,7 @@ def meta_placeholder(module: nn.Module) -> nn.Module:
                 # Dense in place of sparse: hardly any operation on sparse tensors works without values.
                 dense = tensor.layout is torch.strided
                 meta = (
-                    tensor.detach().to("meta")
+                    tensor.detach().to("meta", copy=True)  # else one that is there would have its own storage
                     if dense
                     else torch.empty_like(tensor, device="meta", layout=torch.strided)
                 )

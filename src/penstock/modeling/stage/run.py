@@ -14,14 +14,20 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
-from penstock.modeling.graph.shapes import ShapeFunctions, flatten, lengths, side_outputs
+from penstock.modeling.graph.shapes import OtherStructure, ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import frozen_cache
+from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import key_of, mixed
 
 _START = key_of("the code before the first unit")
+# How an error ends that names what was not planned.
+_CAUSES = (
+    "Its control flow depends on the contents of the inputs, on what its forwards leave behind, or on random numbers "
+    "such as those that leave layers out (set that probability to 0), which a pipeline cannot follow"
+)
 
 
 class StageDone(BaseException):
@@ -73,8 +79,7 @@ class StageRun:
         for value in self._sends:
             if value is None:
                 raise RuntimeError(
-                    "The model took another path than it was planned for: it skipped a unit. Its control flow depends "
-                    "on the contents of the inputs, or on random numbers, which a pipeline cannot follow: let it call "
+                    f"The model took another path than it was planned for: it skipped a unit. {_CAUSES}: let it call "
                     "the same units each time."
                 )
         return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
@@ -86,8 +91,7 @@ class StageRun:
             expected = "no further unit" if planned is None else f"the unit {planned.call.unit}"
             raise RuntimeError(
                 f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
-                "Its control flow depends on the contents of the inputs, or on random numbers such as those that leave "
-                "layers out (set that probability to 0), which a pipeline cannot follow."
+                f"{_CAUSES}."
             )
         self._position = position + 1
         seed, host_values = self._seed_generators, self.host_values
@@ -109,10 +113,20 @@ class StageRun:
             seed(mixed(self._seed, planned.seeds[1]))
         return output
 
+    def refuse_unreceived(self, user: str, given: Any) -> None:
+        """Raise RuntimeError if what a unit of this stage, or the caller, is given depends on a value that another
+        stage computes and does not send here."""
+        if has_unreceived(given):
+            raise RuntimeError(
+                f"The model took another path than it was planned for: {user} depends on a value of another stage, "
+                f"which did not matter to it when the forward was followed. {_CAUSES}."
+            )
+
     def _run(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a unit of this stage, and keep what the next stage needs of its output."""
+        self.refuse_unreceived(unit.name, (args, kwargs))
         shape, self.inside = planned.call.output, unit.name
         side_lengths = lengths(side_outputs()) if shape.captured else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.
@@ -122,7 +136,14 @@ class StageRun:
             return ChunkedLogits.of(module, call, _first(args, kwargs), self.chunk_tokens)
         output = unit.run(module, args, kwargs)
         if planned.sends or expected is not None:
-            leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else (), side_lengths)
+            try:
+                leaves = shape.flatten(output, flatten((args, kwargs))[0] if shape.stored else (), side_lengths)
+            except OtherStructure as error:
+                raise RuntimeError(
+                    f"The unit {unit.name} returned {error} was found when its forward was followed, so that the next "
+                    "stage would take one tensor for another. A forward hook that returns something of its own is not "
+                    "followed: put what it does into the forward of a module"
+                ) from error
             if expected is not None:
                 _check_assumption(planned.call, leaves, expected)
             for leaf, position, copied in planned.sends:
@@ -153,7 +174,7 @@ class StageRun:
             if 0 in received:
                 return self._value(received[0])
             if 0 in call.like_input and not planned.writable:
-                return _first(args, kwargs)
+                return Unreceived.of(_first(args, kwargs))
         lazily = not (planned.known or self.early_exit or planned.writable or output.captured)
         later = self._shapes_later(call, args, kwargs) if lazily else None
         like_first = planned.known or lazily
@@ -164,11 +185,10 @@ class StageRun:
             if leaf in received:
                 return self._value(received[leaf])
             if like_first and leaf in call.like_input:
-                first: torch.Tensor = _first(args, kwargs)
-                return first
+                return Unreceived.of(_first(args, kwargs))
             if later is not None:
-                return LazyPlaceholder(lambda: later()[leaf].expanded_zeros(self.device))
-            return shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device)
+                return LazyPlaceholder(lambda: Unreceived.of(later()[leaf].expanded_zeros(self.device)))
+            return Unreceived.of(shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device))
 
         return output.make_output(tensor, flatten((args, kwargs))[0] if output.stored else ())
 

@@ -315,6 +315,7 @@ class SplitModel:
         handled = partial(self._handled, plan, run, run_model, seed)
         with self._refused:
             output = self._watched(plan, stage, handled) if watch else handled()
+        run.refuse_unreceived("the model's output", output)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def run_to_end(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -20,6 +20,12 @@ def unit_of(name: str, units: Collection[str]) -> str | None:
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name or None
+
+
+def outside_of_units(model: nn.Module, homes: Container[str]) -> dict[str, nn.Module]:
+    """The modules that every stage has, by name: the model itself, and what is neither a unit nor a part of one.
+    `homes`: `names_in_units`."""
+    return {name: module for name, module in model.named_modules() if name not in homes}
 
 
 def names_in_units(model: nn.Module, units: Collection[str]) -> dict[str, str]:

@@ -1,0 +1,233 @@
+"""Plain attributes of modules, in which code may leave what it computes beside what it returns: seen, and set back."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from types import CellType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# What torch itself keeps in every module.
+_TORCHS = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
+
+# How a value was put into an attribute: the attribute is another, or what is in it has other contents, or more.
+WHOLE, CONTENTS, APPENDED = "whole", "contents", "appended"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftValue:
+    """What a call has left in an attribute of a module, by the module's name: `value`, put there as `how` says, or, if
+    there is a `key`, as an entry of a mapping, or an attribute of an object, under this one."""
+
+    module: str
+    attribute: str
+    how: str
+    value: Any
+    key: Any = None
+
+
+class Attributes:
+    """The plain attributes of some modules, by the modules' names, with what is in lists, mappings and plain objects
+    that they hold, as they are when this is made.
+
+    Attributes:
+        changed: by full name, the number that `look` was given when an attribute was last seen to be changed.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self.changed: dict[str, int] = {}
+        self._before = self._latest = self._values()
+        self._registered = [set(registry) for module in modules.values() for registry in _registries(module)]
+
+    def look(self, number: int) -> None:
+        """Note what was changed since the last look."""
+        now, was = self._values(), self._latest
+        for place in now.keys() | was.keys():
+            if not _same(now.get(place), was.get(place)):
+                prefix, name = place
+                self.changed[f"{prefix}.{name}" if prefix else name] = number
+        self._latest = now
+
+    def look_past(self) -> None:
+        """Take what was changed since the last look as if it had been so."""
+        self._latest = self._values()
+
+    def left(self) -> Iterator[LeftValue]:
+        """The tensors that were put into attributes since this was made."""
+        for (prefix, name), (value, *contents) in self._values().items():
+            was, *before = self._before.get((prefix, name), (_ABSENT,))
+            if value is not was:
+                if has_tensors(value):
+                    yield LeftValue(prefix, name, WHOLE, value)
+            elif type(value) in (list, deque):
+                if not _same(contents[: len(before)], before):
+                    yield LeftValue(prefix, name, CONTENTS, contents)
+                elif has_tensors(contents[len(before) :]):
+                    yield LeftValue(prefix, name, APPENDED, contents[len(before) :])
+            else:
+                known = dict(before)
+                for key, entry in contents:
+                    if entry is not known.get(key, _ABSENT) and has_tensors(entry):
+                        yield LeftValue(prefix, name, CONTENTS, entry, key)
+
+    def set_back(self) -> None:
+        """Let all be as it was; what was registered since then is gone."""
+        for prefix, module in self._modules.items():
+            own = vars(module)
+            for name in [name for name in own if name not in _TORCHS]:
+                if (prefix, name) not in self._before and has_tensors(own[name]):
+                    del own[name]
+        for (prefix, name), (value, *contents) in self._before.items():
+            vars(self._modules[prefix])[name] = value
+            _fill(value, contents)
+        registries = (registry for module in self._modules.values() for registry in _registries(module))
+        for registry, names in zip(registries, self._registered, strict=True):
+            for name in registry.keys() - names:
+                del registry[name]
+
+    def _values(self) -> dict[tuple[str, str], list[Any]]:
+        """By module and name: the value, and what is in it."""
+        return {
+            (prefix, name): [value, *_contents(value)]
+            for prefix, module in self._modules.items()
+            for name, value in vars(module).items()
+            if name not in _TORCHS
+        }
+
+
+class Variables:
+    """The variables outside of functions that forwards of modules name, if they are numbers or hold something: `STORE`
+    in a script. As they are when this is made."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        forwards = {getattr(type(module).forward, "__code__", None): type(module).forward for module in modules}
+        self._before = {
+            (id(scope), name): (scope, name, value, _contents(value))
+            for code, forward in forwards.items()
+            if code is not None and (scope := getattr(forward, "__globals__", None)) is not None
+            for name in code.co_names
+            if type(value := scope.get(name)) in (*_CONTAINERS, int, float)
+        }
+
+    def changed(self) -> Iterator[str]:
+        """Names of those that are others now, or have other contents."""
+        for scope, name, value, contents in self._before.values():
+            if scope.get(name) is not value or not _same(_contents(value), contents):
+                yield f"{scope.get('__name__', '')}.{name}"
+
+    def set_back(self) -> None:
+        for scope, name, value, contents in self._before.values():
+            scope[name] = value
+            _fill(value, contents)
+
+
+def held_by(hook: Any) -> Iterator[Any]:
+    """What a function can reach beside its arguments: what it closes over, its object, and what is in these."""
+    while isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    cells = [cell for cell in getattr(hook, "__closure__", None) or () if cell != _EMPTY_CELL]
+    for value in (getattr(hook, "__self__", None), *(cell.cell_contents for cell in cells)):
+        yield value
+        if isinstance(value, nn.Module) or is_shareable(value):
+            yield from (vars(value).values() if hasattr(value, "__dict__") else ())
+
+
+def tensors_held_by(hook: Any) -> set[int]:
+    """Of the tensors in lists, mappings and plain objects that a function can reach, what tells them from others."""
+    held = [_contents(value) for value in held_by(hook)]
+    return {id(leaf) for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)}
+
+
+def leave(left: LeftValue, module: nn.Module) -> Callable[[], None]:
+    """Put a value into the attribute of the module of that name inside `module`; gives what takes it out again."""
+    before = Attributes({left.module: module.get_submodule(left.module)})
+    own = vars(module.get_submodule(left.module))
+    held: Any = own.get(left.attribute)
+    if left.how == WHOLE or not is_shareable(held):
+        own[left.attribute] = left.value if left.how == WHOLE or left.key is None else {left.key: left.value}
+    elif left.key is not None:
+        (held if isinstance(held, dict) else vars(held))[left.key] = left.value
+    else:
+        if left.how == CONTENTS:
+            held.clear()
+        held.extend(left.value)
+    return before.set_back
+
+
+def shared_values(owners: Mapping[str, str], model: nn.Module) -> dict[int, Any]:
+    """By identity: lists, mappings and plain objects, without tensors or modules in them, that modules of different
+    owners hold. `owners`: those of modules, by the modules' names."""
+    first: dict[int, str] = {}
+    shared: dict[int, Any] = {}
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if (
+                name in _TORCHS
+                or not is_shareable(value)
+                or owners[prefix] == first.setdefault(id(value), owners[prefix])
+            ):
+                continue
+            if not any(isinstance(each, (torch.Tensor, nn.Module)) for each in pytree.tree_leaves(_contents(value))):
+                shared[id(value)] = value
+    return shared
+
+
+def is_shareable(value: Any) -> bool:
+    """Whether code may put something into a value: a container, or an object of a class that does nothing else then."""
+    kind: Any = type(value)
+    return kind in _CONTAINERS or (_is_plain(kind) and hasattr(value, "__dict__"))
+
+
+@cache
+def _is_plain(kind: Any) -> bool:
+    """Whether getting and setting attributes of a class's objects runs no code, and they are no functions."""
+    usual = kind.__setattr__ is object.__setattr__ and kind.__getattribute__ is object.__getattribute__
+    return usual and not any({"__getattr__", "__call__"} & vars(base).keys() for base in kind.__mro__)
+
+
+def has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+_ABSENT = object()
+_EMPTY_CELL = CellType()
+
+
+def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
+def _contents(value: Any) -> list[Any]:
+    if isinstance(value, dict) and type(value) in _CONTAINERS:
+        return list(value.items())
+    if type(value) in _CONTAINERS:
+        return list(value)
+    return list(vars(value).items()) if is_shareable(value) else []
+
+
+def _fill(value: Any, contents: list[Any]) -> None:
+    """Put back what was in a value, if it is something else now."""
+    if not _same(_contents(value), contents):
+        inside = value if type(value) in _CONTAINERS else vars(value)
+        inside.clear()
+        inside.update(contents) if isinstance(inside, dict) else inside.extend(contents)
+
+
+def _same(some: list[Any] | None, others: list[Any] | None) -> bool:
+    """Whether two lists have the very same entries."""
+    if some is None or others is None or len(some) != len(others):
+        return False
+    return all(
+        one is other or (type(one) is type(other) is tuple and all(map(operator.is_, one, other)))
+        for one, other in zip(some, others, strict=True)
+    )

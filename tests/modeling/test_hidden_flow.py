@@ -1,0 +1,215 @@
+"""What units hand each other beside arguments and results: exact over stages, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import penstock
+from penstock.modeling.graph.units import list_units
+from tests.support.pool import Pool
+from tests.support.training import EXACT, assert_same_gradients, gradients_of
+
+WIDTH, ROWS = 4, 6
+STORE: dict[str, Any] = {}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = x + torch.tanh(self.linear(x))
+        return hidden
+
+
+class Held:
+    """An object in which one block leaves something for another one."""
+
+    value: Any = None
+
+
+class Leaves(Block):
+    """Leaves its result in an attribute, a list, an object or a variable."""
+
+    def __init__(self, where: str, held: Any) -> None:
+        super().__init__()
+        self.where, self.held, self.penalty = where, held, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(x)
+        if self.where == "attribute":
+            self.penalty = hidden.square().mean()  # type: ignore[assignment]
+        elif self.where == "list":
+            self.held.append(hidden.square().mean())
+        elif self.where == "object":
+            self.held.value = hidden
+        else:
+            STORE["hidden"] = hidden
+        return hidden
+
+
+class Uses(Block):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = STORE.get("hidden") if self.held is None else self.held.value
+        return super().forward(x if other is None else x + other)
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks: list[nn.Module], held: Any = None) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(blocks)
+        self.held = held
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.held, list):
+            self.held.clear()
+        for block in self.blocks:
+            x = block(x)
+        penalties = (
+            self.held if isinstance(self.held, list) else [getattr(each, "penalty", 0.0) for each in self.blocks]
+        )
+        return x.square().mean() + sum(penalties)
+
+
+def leaving(where: str, pair: tuple[int, int] = (0, 3)) -> nn.Module:
+    torch.manual_seed(2)
+    STORE.clear()
+    held: Any = {"list": [], "object": Held()}.get(where)
+    blocks: list[nn.Module] = [Block() for _ in range(4)]
+    blocks[pair[0]] = Leaves(where, held)
+    if where in ("object", "variable"):
+        blocks[pair[1]] = Uses(held)
+    return Chain(blocks, held if where == "list" else None).double()
+
+
+class Reads(Block):
+    """Reads what the model's code has put into the model."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["root"] = root
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.root.start
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.start = nn.Linear(WIDTH, WIDTH), None
+        self.blocks = nn.ModuleList(Reads(self) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.start = x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def reading() -> nn.Module:
+    torch.manual_seed(2)
+    return Root().double()
+
+
+class Borrows(Block):
+    """Multiplies with the weight of another block, which it holds but has not registered."""
+
+    def __init__(self, other: Block) -> None:
+        super().__init__()
+        self.__dict__["other"] = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(super().forward(x), self.other.linear.weight)
+
+
+def borrowing() -> nn.Module:
+    torch.manual_seed(2)
+    first = Block()
+    return Chain([first, Block(), Block(), Borrows(first)]).double()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}
+
+
+def compare(makes: list[Callable[[], nn.Module]]) -> None:
+    for make in makes:
+        whole = make()
+        loss = whole(**inputs())
+        loss.backward()
+        options = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+        model: Any = penstock.initialize(make(), {"model_parallelism": options}, example_inputs=inputs())
+        found = 0.0
+        for out in model(**inputs()):
+            out.loss.backward()
+            found += out.loss.item()
+        assert abs(found - loss.item()) < EXACT, make
+        assert_same_gradients(gradients_of(model), gradients_of(whole))
+
+
+def leaves_beside() -> nn.Module:
+    return leaving("object", (2, 3))
+
+
+def test_what_a_unit_reads_beside_its_arguments_is_sent_to_its_stage(pool: Pool) -> None:
+    pool.run(2, compare, [reading, borrowing, leaves_beside])
+
+
+def refused(where: str) -> None:
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+    model: Any = penstock.initialize(leaving(where), {"model_parallelism": options}, example_inputs=inputs())
+    for _ in model(**inputs()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("attribute", "blocks.0 leaves a tensor behind in its attribute penalty, and the model's output"),
+        ("list", "blocks.0 leaves a tensor behind in its attribute held, and the model's output"),
+        ("object", "blocks.0 leaves a tensor behind in its attribute held, and blocks.3, on another stage"),
+        ("variable", "blocks.0 leaves a tensor behind, in an object of Python's, and blocks.3, on another stage"),
+    ],
+)
+def test_what_a_unit_leaves_for_another_stage_is_refused_by_name_on_all_ranks(
+    pool: Pool, where: str, words: str
+) -> None:
+    for outcome in pool.run(2, refused, where, outcomes=True):
+        assert isinstance(outcome, NotImplementedError)
+        assert words in str(outcome)
+
+
+class Calls(Block):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["other"] = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.other(x))
+
+
+def test_a_unit_that_calls_another_one_is_refused_by_name() -> None:
+    first = Block()
+    with pytest.raises(NotImplementedError, match=r"the unit blocks\.3 calls blocks\.0, which is a unit of its own"):
+        list_units(Chain([first, Block(), Block(), Calls(first)]), {"x": torch.zeros(2, WIDTH)})
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "object"])
+def test_following_a_forward_leaves_nothing_in_the_model(where: str) -> None:
+    model = leaving(where)
+    held = [vars(block).get("held") for block in model.blocks]  # type: ignore[union-attr, unused-ignore]
+    list_units(model, {"x": torch.zeros(2, WIDTH, dtype=torch.float64)})
+    assert [vars(block).get("held") for block in model.blocks] == held  # type: ignore[union-attr, unused-ignore]
+    assert held[0] is None or held[0] == [] or held[0].value is None
+    assert model.blocks[0].penalty == 0.0  # type: ignore[index, union-attr, unused-ignore]

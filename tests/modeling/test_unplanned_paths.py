@@ -1,0 +1,222 @@
+"""A forward that goes another way than when it was followed: over stages it is followed anew, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import prune
+
+import penstock
+from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived
+from tests.support.pool import Pool
+from tests.support.training import EXACT, gradients_of
+
+WIDTH, ROWS, STEPS = 4, 7, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Four blocks; attributes, and the values of its inputs, may change what it does between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.skips, self.depth, self.looks, self.calls = 0.0, 4, False, 0
+        self.states: list[Any] = [None] * 4
+        self.counts = self.counts_later = self.recurs = False
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += self.counts
+        skips = self.skips or (self.looks and bool((x.abs() > 9).any())) or (self.counts and self.calls > 3)
+        x = start = self.first(x)
+        for number, block in enumerate(self.blocks[: self.depth]):
+            x = block(x)
+            if number == 2 and skips:
+                x = x + start
+            if self.recurs:
+                x = x if self.states[number] is None else x + self.states[number].mean(0)
+                self.states[number] = x.detach()
+        x = self.last(x)
+        self.calls += self.counts_later
+        return functional.mse_loss(x, target)
+
+
+def batches(large: int | None = None) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    found = [
+        {name: torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for name in ("x", "target")}
+        for _ in range(STEPS)
+    ]
+    if large is not None:
+        found[large]["x"][:, 0] = 10.0
+    return found
+
+
+def made(change: Callable[[Any], None]) -> Any:
+    torch.manual_seed(3)
+    model = Chain().double()
+    change(model)
+    return model
+
+
+def split(model: nn.Module) -> Any:
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+    return penstock.initialize(model, {"model_parallelism": options}, example_inputs=batches()[0])
+
+
+def steps_of(model: Any, change: Callable[[Any, int], None], losses: Callable[[Any, Any], Any]) -> list[Any]:
+    found = []
+    for step, batch in enumerate(batches()):
+        change(model, step)
+        model.zero_grad()
+        total = 0.0
+        for loss in losses(model, batch):
+            loss.backward()
+            total += loss.item()
+        found.append((total, gradients_of(model)))
+    return found
+
+
+def skip_later(model: Any, step: int) -> None:
+    model.skips = 0.5 * step
+
+
+def grow(model: Any, step: int) -> None:
+    model.depth = 2 + step
+
+
+def freeze_mode(model: Any, step: int) -> None:
+    model.blocks[0].train(step != 1)
+
+
+CHANGES = (skip_later, grow, freeze_mode)
+
+
+def compared_with_unsplit() -> None:
+    for change in CHANGES:
+        expected = steps_of(made(lambda _: None), change, lambda model, batch: [model(**batch)])
+        model = split(made(partial(change, step=0)))
+        found = steps_of(model, change, lambda model, batch: (out.loss for out in model(**batch)))
+        for (loss, gradients), (wanted, of_unsplit) in zip(found, expected, strict=True):
+            assert abs(loss - wanted) < EXACT, change
+            for name, gradient in gradients.items():
+                other = of_unsplit[name]
+                assert (gradient is None) == (other is None), (change, name)
+                assert gradient is None or other is None or torch.allclose(gradient, other, atol=EXACT), (change, name)
+
+
+def test_attributes_that_change_between_steps_are_followed_exactly(pool: Pool) -> None:
+    pool.run(2, compared_with_unsplit)
+
+
+def says_tuple(model: Any) -> None:
+    model.blocks[1].register_forward_hook(lambda module, args, output: (output, output))
+    model.blocks[2].register_forward_pre_hook(lambda module, args: args[0])
+
+
+def look(model: Any) -> None:
+    model.looks = True
+
+
+def count(model: Any) -> None:
+    model.counts = True
+
+
+def train(change: Callable[[Any], None], large: int | None = None) -> None:
+    model = split(made(change))
+    for batch in batches(large):
+        for out in model(**batch):
+            out.loss.backward()
+
+
+ERRORS = {
+    "values of inputs": (look, 1, "depends on a value of another stage, which did not matter"),
+    "a count of forwards": (count, None, "depends on a value of another stage, which did not matter"),
+    "a hook's output": (says_tuple, None, "returned a tuple of 2, but a tensor was found"),
+}
+
+
+@pytest.mark.parametrize("of", ERRORS)
+def test_a_way_that_was_not_followed_is_an_error_that_names_it_on_all_ranks(pool: Pool, of: str) -> None:
+    change, large, words = ERRORS[of]
+    for outcome in pool.run(2, train, change, large, outcomes=True):
+        assert isinstance(outcome, RuntimeError)
+        assert words in str(outcome)
+
+
+def count_later(model: Any) -> None:
+    model.counts_later = True
+
+
+def recur(model: Any) -> None:
+    model.recurs = True
+
+
+def pruned(model: Any) -> None:
+    for block in model.blocks:
+        prune.l1_unstructured(block.linear, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+def warned_of(changes: Sequence[Callable[[Any], None]]) -> list[list[str]]:
+    found = []
+    for change in changes:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(change)
+        found.append([str(each.message) for each in caught])
+    return found
+
+
+def test_what_is_changed_after_a_stages_units_is_warned_of_and_what_each_forward_makes_anew_is_not(pool: Pool) -> None:
+    later, states, weights = zip(*pool.run(2, warned_of, (count_later, recur, pruned)), strict=True)
+    for said, name in ((later, "calls"), (states, "states")):
+        [text] = [text for texts in said for text in texts]
+        assert f"changes attributes ({name}) after the units of earlier stages" in text
+    assert [*weights] == [[], []]
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.blocks(x)
+        return hidden.mean()
+
+
+def test_a_lazy_module_without_a_shape_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"blocks\.0\.weight of this Lazy has no shape yet"):
+        penstock.initialize(Lazy(), {"model_parallelism": {"pipeline_parallel_size": 1}})
+
+
+def test_what_is_computed_from_a_value_that_was_not_received_is_told_from_what_only_has_its_shape() -> None:
+    value = Unreceived.of(torch.zeros(2, 3))
+    plain = torch.ones(2, 3)
+    for computed in (value + 1, value.T, torch.zeros_like(value), torch.cat([plain, value]), value[0], value.chunk(2)):
+        assert has_unreceived(computed)
+    for other in (plain.to(value), plain.expand_as(value), plain.type_as(value), torch.zeros(value.shape), plain[:, 0]):
+        assert not has_unreceived(other)
+    pieces = torch.broadcast_tensors(plain, value)
+    assert [*map(has_unreceived, pieces)] == [False, True]
+    buffer = torch.zeros(4, 3)
+    buffer[:2] = value
+    assert has_unreceived(buffer)
+    assert has_unreceived({"a": [plain, (buffer * 2,)]})
