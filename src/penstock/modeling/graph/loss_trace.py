@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,9 @@ def with_more_samples(inputs: Mapping[str, Any], times: int, batch_dim: Mapping[
     }
 
 
+_signature = cache(inspect.signature)  # of torch's loss functions, which are a few
+
+
 class LossCall(NamedTuple):
     """A loss function's call: the mean that it gives, and why that is not exact, if so."""
 
@@ -84,7 +88,7 @@ class LossTrace:
         self._calls: list[LossCall] = []
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         self.in_chunks |= isinstance(given["input"], ChunkedLogits)

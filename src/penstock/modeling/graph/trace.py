@@ -405,8 +405,7 @@ def _refuse_enclosed(unit: str) -> None:
     """Raise `UnitInAutogradFunction` if the code under way is that of a `torch.autograd.Function`."""
     frame: FrameType | None = sys._getframe(1)
     function = ""
-    while frame is not None:
-        code = frame.f_code
+    while frame is not None and (code := frame.f_code) is not _follow.__code__:
         owner = frame.f_locals.get("self") if function else None
         if isinstance(owner, nn.Module):
             raise UnitInAutogradFunction(unit, function, owner)
