@@ -624,6 +624,11 @@ ADVICE: list[tuple[tuple[str, ...], str, dict[str, str | None]]] = [
         "--microbatch-size 6",
         {"--microbatch-size": "6"},
     ),
+    (
+        ("simulate", "--stages-per-rank", "4"),
+        "--stages-per-rank 4 is of a schedule by name: give interleaved-1f1b too",
+        {"interleaved-1f1b": ""},
+    ),
     (("plan", "{own}:Two"), "in a command as --inputs SCRIPT.py:NAME", {"--inputs": "{own}:pair"}),
     (("check", "{own}:Two"), "followed (--inputs SCRIPT.py:NAME)", {"--inputs": "{own}:pair"}),
     (("inspect", "{saved}"), "more (--parameters shows all)", {"--parameters": ""}),

@@ -71,6 +71,22 @@ def test_values_that_are_made_on_access_count_each_by_its_own_content():
         assert fingerprint(batch(*steps)) == fingerprint(dict(batch(*steps)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "complex64", ">i4", "<U3", "datetime64[s]"])
+def test_large_arrays_are_sampled_as_tensors_are(dtype: str) -> None:
+    array = np.zeros((4096, 64), dtype="int64").astype(dtype)
+    other = array.copy()
+    other[:, 1:] = np.int64(5).astype(dtype)
+    assert array.nbytes > WHOLE_BYTES
+    assert fingerprint({"x": array}) != fingerprint({"x": other})
+    assert fingerprint({"x": array}) == fingerprint({"x": np.asfortranarray(array)})
+
+
+def test_arrays_that_hold_objects_count_by_their_class() -> None:
+    """Their memory holds addresses, which differ between processes."""
+    first, second = (np.array([(1, [text])], dtype=[("number", "i4"), ("object", "O")]) for text in "ab")
+    assert fingerprint({"x": first}) == fingerprint({"x": second})
+
+
 def test_large_tensors_are_sampled_in_every_column():
     padded = torch.zeros(4096, 512, dtype=torch.long)
     assert padded.numel() * 8 > WHOLE_BYTES

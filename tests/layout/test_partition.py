@@ -78,8 +78,9 @@ def test_a_hundred_layers_over_64_devices_of_eight_speeds_are_quick() -> None:
     [
         (([1.0], [1.0, 1.0]), "1 units cannot give 2 stages at least one unit each"),
         (([1.0], []), "1 units cannot give 0 stages"),
-        (([1.0, -1.0], [1.0]), "must not be negative"),
-        (([1.0], [0.0]), "speeds must be above 0"),
+        (([1.0, -1.0], [1.0]), r"costs must not be negative, but are \[1.0, -1.0\]"),
+        (([1.0], [0.0]), r"speeds must be above 0, but are \[0.0\]"),
+        (([1.0], [1.0], [-2.0], [3.0]), r"memory must not be negative, but is \[-2.0\]"),
         (([1.0], [1.0], [1.0]), "give both or neither"),
         (([1.0], [1.0], [1.0, 2.0], [3.0]), "2 numbers in unit_memory"),
         (([1.0], [1.0], [5.0], [3.0]), r"the units need 5 in all, the limits are \[3.0\]"),

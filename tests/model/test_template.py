@@ -3,6 +3,7 @@
 import pickle
 
 import pytest
+from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 from penstock.layout.template import end_modules
@@ -131,6 +132,17 @@ def test_a_subclass_of_the_users_goes_by_both_names():
     model = tiny_gpt2(MyGPT2)
     for name in ("MyGPT2", "GPT2LMHeadModel", "gpt2"):
         PipelineTemplate(name, [MODULES]).validate(model, MODULES)
+
+
+def test_a_module_of_ones_own_goes_by_its_own_names():
+    class BlocksModel(nn.Sequential):
+        pass
+
+    model = BlocksModel(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=r"Name it one of BlocksModel, Sequential, [^,]*BlocksModel, [^,]*Sequential\."
+    ):
+        PipelineTemplate("GPT2Model", [["0"], ["1"]]).validate(model, ["0", "1"])
 
 
 def test_a_name_given_as_text_contradicts_only_a_name_of_its_kind():

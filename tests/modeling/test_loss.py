@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.modeling.graph.loss import LossRule, read_counts
+from penstock.modeling.graph.loss import CriterionError, LossRule, loss_by, read_counts
 from tests.support.families import BERT, FAMILIES, Family, batch
 from tests.support.stage_driver import gradients, largest_difference, split, split_gradients, step
 from tests.support.training import kept_in_double
@@ -365,3 +365,8 @@ def test_a_loss_counts_as_exact_just_if_its_shares_add_up(name: str) -> None:
         for part, share in zip(parts, shares, strict=True)
     ]
     assert rule.exact == (name in MADE_OF_MEANS) == (abs(sum(losses) - whole) < TOLERANCE), (rule, sum(losses) - whole)
+
+
+def test_a_criterion_that_returns_nothing_is_told_so() -> None:
+    with pytest.raises(CriterionError, match=r"tensor of shape \(\), but returned None"):
+        loss_by(lambda outputs, inputs: None, {}, {})  # type: ignore[arg-type, return-value]  # a user's mistake

@@ -84,6 +84,14 @@ def test_devices_that_share_sequences_stand_as_one() -> None:
         auto_pipeline_size(build(), 3, 8, 1, "1f1b", None, None, 2)
 
 
+def test_advice_on_how_many_to_start_counts_processes() -> None:
+    """A device of a plan is as many processes as share its matrices and its sequences."""
+    with pytest.raises(Infeasible, match="uses all 18 processes: the best uses 2; start as many"):
+        auto_pipelines(build(), 9, 1, 1, "1f1b", tensor_parallel_size=2)
+    with pytest.raises(Infeasible, match=r"6 processes .*start a multiple of 4"):
+        auto_pipeline_size(build(), 3, 8, 1, "1f1b", context_parallel_size=2, tensor_parallel_size=2)
+
+
 def test_the_loss_in_chunks_makes_a_smaller_last_stage() -> None:
     model = FAMILIES["llama"].build(vocab_size=4096, hidden_size=8, max_position_embeddings=128, dtype=torch.float32)
     logits = 128 * 4096 * 4.0

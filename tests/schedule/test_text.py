@@ -11,12 +11,14 @@ from penstock.schedule import (
     Kind,
     ScheduleError,
     build,
+    check_trains,
     format_schedule,
     load_schedule,
     parse_schedule,
     resolve_schedule,
     schedule_names,
 )
+from penstock.schedule.text import own_or_named
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,3 +135,8 @@ def test_a_schedule_that_is_not_found_or_does_not_fit_is_named(tmp_path: Path) -
     message = "'custom' is written for 1 ranks and 1 microbatches, but the pipeline has 2 ranks and 1 microbatches"
     with pytest.raises(ScheduleError, match=message):
         resolve_schedule(["0F0,0B0"], 2, 1)
+    check_trains(own_or_named(["0F0,0B0"], 1)(1))
+    with pytest.raises(
+        ScheduleError, match=r"can only evaluate with 2 microbatches, .*: train with that, or write one for 2"
+    ):
+        check_trains(own_or_named(["0F0,0B0"], 1)(2))

@@ -170,7 +170,7 @@ def test_the_lower_bound_is_below_the_best_of_all_schedules(kinds: tuple[Kind, .
         (Costs(forward=[1, 2, 3]), "forward has 3 numbers for 2 stages"),
         (Costs(latency=[1, 2]), "latency has 2 numbers for 1 boundaries"),
         (Costs(weight=-1), "weight must not be negative"),
-        (Costs(bandwidth=0), "bandwidth must be above 0"),
+        (Costs(bandwidth=0), "bandwidth must be above 0 bytes per second, but is 0"),
     ],
 )
 def test_costs_that_do_not_fit_are_named(costs: Costs, message: str) -> None:

@@ -252,6 +252,7 @@ def _with_size(
         units_and_costs.memory,
         configuration.loss_chunk_tokens,
         configuration.context_parallel_size,
+        configuration.tensor_parallel_size,
     )
     # Estimates differ between machines: rank 0's counts.
     return replace(configuration, pipeline_parallel_size=ranks.exchange(size, "planning")[0])

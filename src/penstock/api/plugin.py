@@ -231,6 +231,7 @@ class HeterogeneousParallelPlugin:
                 copies,
                 self.settings.loss_chunk_tokens,
                 self.settings.context_parallel_size,
+                self.tp_size,
             )
         self._place(pipelines, cast(Microbatches, num_microbatches), rank_and_world_size()[1])
 

@@ -55,6 +55,8 @@ def simulate(
 
     Example: penstock simulate 1f1b zb-h1 -p 4 -m 16 --forward 1,1,1,1.3 --latency 0.01
     """
+    if stages_per_rank is not None and not schedules:
+        raise ValueError(f"--stages-per-rank {stages_per_rank} is of a schedule by name: give {_ANY} too")
     names = schedules or schedule_names()
     ranks, microbatches = _numbers(names, ranks, microbatches)
     table = Table(
@@ -66,7 +68,7 @@ def simulate(
     )  # fmt: skip
     data = []
     for name in names:
-        schedule = resolve_schedule(name, ranks, microbatches, stages_per_rank if schedules else None)
+        schedule = resolve_schedule(name, ranks, microbatches, stages_per_rank)
         numbers = {"forward": forward, "backward": backward, "weight": weight, "activation_bytes": activation_bytes}
         costs = _costs(schedule, numbers, latency=latency, bandwidth=bandwidth, message_bytes=message_bytes)
         result = simulate_schedule(schedule, costs)

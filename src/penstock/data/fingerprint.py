@@ -13,7 +13,7 @@ import torch
 
 from penstock.nested import is_record, items_of
 
-# Tensors up to this many bytes are read whole (the token ids of most batches); of larger ones, a sample.
+# Tensors and arrays up to this many bytes are read whole (the token ids of most batches); of larger ones, a sample.
 WHOLE_BYTES = 1 << 16
 SAMPLED_ELEMENTS = 2048
 
@@ -22,9 +22,9 @@ def fingerprint(inputs: Mapping[str, Any]) -> int:
     """Return a 63-bit digest of a batch, the same in every process that holds an equal batch.
 
     Covered: names (in any order), shapes, dtypes, numbers, strings, and the content of CPU tensors and numpy arrays of
-    up to 64 KiB each; of larger tensors an evenly strided sample of about 2048 elements, so a change of a few elements
-    may go unseen; of larger arrays none. Tensors on accelerators count by shape and dtype only, because reading them
-    would wait for the device; so do sparse, complex, meta and subclassed ones. Other objects count by their class.
+    up to 64 KiB each; of larger ones an evenly strided sample of about 2048 elements, so a change of a few elements may
+    go unseen. Tensors on accelerators count by shape and dtype only, because reading them would wait for the device; so
+    do sparse, complex, meta and subclassed ones. Other objects, arrays of objects among them, count by their class.
 
     Ranks that take one batch compare it to notice that they were given different ones. It is no protection against a
     batch made to collide.
@@ -62,9 +62,9 @@ def _told(value: Any) -> Any:
         return _told(dict(items_of(value) or ()))
     if isinstance(value, (tuple, list)):
         return [_told(part) for part in value]
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        content = value.tobytes() if value.nbytes <= WHOLE_BYTES else b""
-        return "array", str(value.dtype), value.shape, zlib.crc32(content)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        sample = value.reshape(-1)[:: _stride(value.shape, value.nbytes)]
+        return "array", str(value.dtype), value.shape, zlib.crc32(sample.tobytes())
     return type(value).__qualname__, "object"  # no repr: it may hold an address, which differs between processes
 
 
@@ -72,11 +72,16 @@ def _checksum(tensor: torch.Tensor) -> int:
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     if not plain or not tensor.is_cpu or tensor.layout != torch.strided or tensor.is_complex():
         return 0
-    count = tensor.numel()
-    if count * tensor.element_size() > WHOLE_BYTES:
-        # A stride that shares a factor with the row length would meet the same few columns (perhaps padding) each row.
-        stride = max(count // SAMPLED_ELEMENTS, 1)
-        while math.gcd(stride, tensor.shape[-1]) != 1:
-            stride += 1
-        tensor = tensor.detach().reshape(-1)[::stride]
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    sample = tensor.detach().reshape(-1)[:: _stride(tensor.shape, tensor.numel() * tensor.element_size())]
+    return zlib.crc32(sample.contiguous().view(torch.uint8).numpy().data)
+
+
+def _stride(shape: Sequence[int], num_bytes: int) -> int:
+    """One of how many elements is read."""
+    if num_bytes <= WHOLE_BYTES:
+        return 1
+    stride = max(math.prod(shape) // SAMPLED_ELEMENTS, 1)
+    # A stride that shares a factor with the row length would meet the same few columns (perhaps padding) each row.
+    while math.gcd(stride, *shape[-1:]) != 1:
+        stride += 1
+    return stride

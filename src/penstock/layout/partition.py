@@ -58,8 +58,12 @@ def partition(
             f"{num_units} units and {num_stages} devices, but {len(memory)} numbers in unit_memory and {len(limits)} "
             "in memory_limits"
         )
-    if min(unit_costs) < 0 or min(memory) < 0 or min(speeds) <= 0:
-        raise ValueError("costs and memory must not be negative, and speeds must be above 0")
+    if min(unit_costs) < 0:
+        raise ValueError(f"costs must not be negative, but are {list(unit_costs)}")
+    if min(memory) < 0:
+        raise ValueError(f"memory must not be negative, but is {memory}")
+    if min(speeds) <= 0:
+        raise ValueError(f"speeds must be above 0, but are {list(speeds)}")
     if memory_limits is None:
         # The best split is not slower than this: if each device in turn takes units for so many seconds, it takes at
         # least one, and misses less than one unit's cost, so no unit is left over.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -111,7 +112,7 @@ def _names_of(model: PreTrainedModel) -> set[str]:
     names = set()
     # Splitting may have put a subclass in front of the model's own class.
     for cls in type(model).__mro__:
-        if cls.__name__ == "PreTrainedModel":
+        if cls is nn.Module or cls.__name__ == "PreTrainedModel":
             break
         if cls.__name__.endswith("PreTrainedModel"):
             continue

@@ -31,13 +31,15 @@ def auto_pipelines(
     copies: int = 1,
     loss_chunk_tokens: int | None = None,
     context_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> tuple[list[PipelineTemplate], list[int]]:
     """Templates of the best pipelines that use all of `num_devices` equal devices, and their microbatches.
 
     Args:
+        num_devices: processes, or groups of `tensor_parallel_size` processes, each of which a plan takes for one.
         memory: bytes of each device that the run may use; None is no limit.
         profile: the file that says what the units cost; None estimates it.
-        loss_chunk_tokens, context_parallel_size: as in the configuration.
+        loss_chunk_tokens, context_parallel_size, tensor_parallel_size: as in the configuration.
     """
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise TypeError(
@@ -49,13 +51,15 @@ def auto_pipelines(
         if profile is None
         else Profile.read(os.fspath(profile))
     )
-    job = _in_parts(_job(profiled, num_devices, num_microbatches, schedule, memory, copies), context_parallel_size)
+    whole_sequences = _job(profiled, num_devices, num_microbatches, schedule, memory, copies)
+    job = _in_parts(whole_sequences, context_parallel_size, tensor_parallel_size)
     plans, _ = with_equal_pipelines(make_plans(job, 16), job)
     best = next((plan for plan in plans if len(plan.devices) == job.cluster.size), None)
     if best is None:
         raise Infeasible(
-            f"no plan uses all {num_devices} processes: the best uses "
-            f"{len(plans[0].devices) * context_parallel_size}; start as many, or ask for more microbatches"
+            f"no plan uses all {num_devices * tensor_parallel_size} processes: the best uses "
+            f"{len(plans[0].devices) * context_parallel_size * tensor_parallel_size}; start as many, or ask for more "
+            "microbatches"
         )
     name = type(model).__name__
     templates = [PipelineTemplate(name, pipeline.stage_names) for pipeline in best.pipelines]
@@ -71,12 +75,14 @@ def auto_pipeline_size(
     memory: float | None = None,
     loss_chunk_tokens: int | None = None,
     context_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
 ) -> int:
     """The number of ranks of equal pipelines with which a sample takes least: a divisor of `num_devices`, or of as many
-    groups as these make if they share sequences."""
+    groups as these make if they share sequences. See `auto_pipelines` for the arguments."""
     each = num_microbatches or DEFAULT_MICROBATCHES
     profile = profile_model(model, microbatch_size, loss_chunk_tokens=loss_chunk_tokens)
-    job = _in_parts(_job(profile, num_devices, each, schedule, memory, 1), context_parallel_size)
+    whole_sequences = _job(profile, num_devices, each, schedule, memory, 1)
+    job = _in_parts(whole_sequences, context_parallel_size, tensor_parallel_size)
     best, size, num_groups = math.inf, 0, job.cluster.size
     for ranks in (divisor for divisor in range(1, num_groups + 1) if num_groups % divisor == 0):
         pipelines = num_groups // ranks
@@ -88,12 +94,14 @@ def auto_pipeline_size(
     return size
 
 
-def _in_parts(whole_sequences: Job, context_parallel_size: int) -> Job:
+def _in_parts(whole_sequences: Job, context_parallel_size: int, tensor_parallel_size: int) -> Job:
     job = share_sequences(whole_sequences, context_parallel_size)
     if job is None:
+        multiple = context_parallel_size * tensor_parallel_size
+        of_tensors = "" if tensor_parallel_size == 1 else f" times tensor_parallel_size {tensor_parallel_size}"
         raise Infeasible(
-            f"no plan: {whole_sequences.cluster.size} devices are no multiple of context_parallel_size "
-            f"{context_parallel_size}: start a multiple of {context_parallel_size}"
+            f"no plan: {whole_sequences.cluster.size * tensor_parallel_size} processes are no multiple of "
+            f"context_parallel_size {context_parallel_size}{of_tensors}: start a multiple of {multiple}"
         )
     return job
 

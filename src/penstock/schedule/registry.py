@@ -104,7 +104,7 @@ _NAMED = (
         "two stages on each rank",
         "Narayanan et al. 2021",
         "(p - 1)(F + B + W) / v",
-        "at most p + (p - 1) / v",
+        "at most p + (p - 1) / v, if p divides m",
         lambda p, r, m: -(-(generators.largest_group(p, m) + 2 * (p - r) - 1) // generators.INTERLEAVED_STAGES),
     ),
     NamedSchedule(
@@ -119,7 +119,7 @@ _NAMED = (
     NamedSchedule(
         "v-half",
         generators.v_half,
-        "half the activations of 1f1b",
+        "about half the activations of 1f1b",
         "Qi et al. 2024, controllable memory",
         "about half of `1f1b`'s",
         "(p + 2) / 2",

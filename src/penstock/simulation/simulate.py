@@ -58,7 +58,7 @@ class Costs:
         num_boundaries = num_stages - 1
         bandwidth = _spread("bandwidth", self.bandwidth, num_boundaries, "boundaries")
         if 0 in bandwidth:
-            raise ValueError("bandwidth must be above 0 bytes per second")
+            raise ValueError(f"bandwidth must be above 0 bytes per second, but is {self.bandwidth}")
         message_bytes = _spread("message_bytes", self.message_bytes, num_boundaries, "boundaries")
         return StageCosts(
             forward=_spread("forward", self.forward, num_stages, "stages"),

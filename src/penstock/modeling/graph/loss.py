@@ -55,8 +55,9 @@ def loss_by(criterion: Criterion | None, output: Any, inputs: Mapping[str, Any])
             f"the inputs here are {', '.join(inputs)}. Call model(..., criterion=None) for outputs without its loss"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.is_floating_point():
-        what = f"of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise CriterionError(f"the criterion must return a floating-point tensor of shape (), not one {what:.80}")
+        tensor = isinstance(loss, torch.Tensor)
+        what = f"not one of shape {tuple(loss.shape)} and {loss.dtype}" if tensor else f"but returned {loss!r:.80}"
+        raise CriterionError(f"the criterion must return a floating-point tensor of shape (), {what}")
     return loss
 
 

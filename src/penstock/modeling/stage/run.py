@@ -252,7 +252,7 @@ def _check_assumption(call: PlannedCall, output: Sequence[Any], expected: tuple[
     planned = [leaf.shape if isinstance(leaf, TensorSpec) else None for leaf in expected]
     if real != planned:
         raise RuntimeError(
-            f"The unit {call.unit} returned tensors of shapes {real}, but {planned} was expected of it: part of it "
-            "cannot run on meta tensors and was assumed to keep its input's shape."
-            " Make that part run on meta tensors, without a look at values."
+            f"The unit {call.unit} returned tensors of shapes {real}, but {planned} was expected of it: it cannot "
+            "run on meta tensors, so values that it asks for, or that a part of it keeps its input's shape, were "
+            "assumed. Make it run on meta tensors, without a look at values."
         )

@@ -57,7 +57,9 @@ def resolve_model_class(config: PretrainedConfig, model_class: type | None = Non
         return cls
     if (mapping := getattr(model_class, "_model_mapping", None)) is not None:
         if type(config) not in mapping:
-            raise ValueError(f"{model_class.__name__} has no model for a {type(config).__name__}; pass model_class=")
+            raise ValueError(
+                f"{model_class.__name__} has no model for a {type(config).__name__}; pass another model_class="
+            )
         resolved: type[PreTrainedModel] = _get_model_class(config, mapping)
         return resolved
     if not issubclass(model_class, PreTrainedModel):
