@@ -76,8 +76,8 @@ def made(change: Callable[[Any], None]) -> Any:
     return model
 
 
-def split(model: nn.Module) -> Any:
-    options = {"pipeline_parallel_size": 2, "num_microbatches": 3}
+def split(model: nn.Module, schedule: str = "1f1b") -> Any:
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 3, "schedule": schedule}
     return penstock.initialize(model, {"model_parallelism": options}, example_inputs=batches()[0])
 
 
@@ -139,8 +139,8 @@ def count(model: Any) -> None:
     model.counts = True
 
 
-def train(change: Callable[[Any], None], large: int | None = None) -> None:
-    model = split(made(change))
+def train(change: Callable[[Any], None], large: int | None = None, schedule: str = "1f1b") -> None:
+    model = split(made(change), schedule)
     for batch in batches(large):
         for out in model(**batch):
             out.loss.backward()
@@ -174,12 +174,12 @@ def pruned(model: Any) -> None:
         prune.l1_unstructured(block.linear, "weight", 0.5)  # type: ignore[no-untyped-call]
 
 
-def warned_of(changes: Sequence[Callable[[Any], None]]) -> list[list[str]]:
+def warned_of(changes: Sequence[Callable[[Any], None]], schedule: str = "1f1b") -> list[list[str]]:
     found = []
     for change in changes:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train(change)
+            train(change, schedule=schedule)
         found.append([str(each.message) for each in caught])
     return found
 
@@ -190,6 +190,12 @@ def test_what_is_changed_after_a_stages_units_is_warned_of_and_what_each_forward
         [text] = [text for texts in said for text in texts]
         assert f"changes attributes ({name}) after the units of earlier stages" in text
     assert [*weights] == [[], []]
+
+
+def test_what_is_changed_by_each_of_a_ranks_stages_is_warned_of(pool: Pool) -> None:
+    [first], [second] = pool.run(2, warned_of, (count_later,), "zb-v")
+    [text] = first + second
+    assert "changes attributes (calls), and a rank that holds several stages runs it for each of them" in text
 
 
 class Lazy(nn.Module):

@@ -55,6 +55,7 @@ from penstock.runtime.inputs import (
     refuse_wrong_types,
     warn_of_batchwise,
     warn_of_changed_buffers,
+    warn_of_changes_by_stages,
     warn_of_hooks,
     warn_of_inexact_loss,
     warn_of_kept_state,
@@ -274,10 +275,11 @@ class Engine:
         first = next((v.first_microbatch for v in inputs.values() if isinstance(v, PerMicrobatch)), usual)
         prepared = self.prepare(microbatches, sizes, first, criterion, training=True)
         refuse_without_loss(self.split.model, prepared)
+        several_stages = self.context.pipeline.num_stages > self.context.pipeline.num_ranks
         if self.context.holds_output:
             warn_of_inexact_loss(self.split.model, prepared)
             if self.report is None:
-                warn_of_later_changes(prepared)
+                (warn_of_changes_by_stages if several_stages else warn_of_later_changes)(prepared)
         if len(microbatches) > 1 or len(self.layout.pipelines) > 1:
             self._warn_of_what_sees_a_microbatch(prepared)
         schedule = self.parts.schedule(len(microbatches))
@@ -300,7 +302,8 @@ class Engine:
                 fingerprint(inputs), prepared, self.loss_scale, self.reduces_gradients, training=True
             )
         batch = partial(described, inputs, sizes)
-        run = partial(self._run, step, settings, inputs, batch, prepared.changed_later)
+        warned_of = prepared.changed if several_stages else prepared.changed_later
+        run = partial(self._run, step, settings, inputs, batch, warned_of)
         return TrainingLoop(step, run, self.parts.open_step)
 
     def _warn_of_what_sees_a_microbatch(self, inputs: StepInputs) -> None:

@@ -106,6 +106,11 @@ class StepInputs:
         """Attributes that the model's code changes after the units of some stage."""
         return sorted({name for plan in self.different_plans for name in plan.changed_later})
 
+    @property
+    def changed(self) -> list[str]:
+        """Attributes that the model's code changes."""
+        return sorted({name for plan in self.different_plans for name in plan.changed})
+
     def total_counts(self) -> list[float]:
         return [sum(column) for column in zip(*self.counts, strict=True)]
 
@@ -290,6 +295,17 @@ def warn_of_kept_tensors(names: Sequence[str]) -> None:
         warnings.warn(
             f"forward hooks keep tensors ({_some(names)}). They run on the rank that holds their module only: other "
             "ranks have nothing of them, and a loss that uses them there lacks them. Let the forward return them",
+            stacklevel=2,
+        )
+
+
+def warn_of_changes_by_stages(inputs: StepInputs) -> None:
+    """Warn of attributes that the model's code changes, where a rank holds several stages."""
+    if names := inputs.changed:
+        warnings.warn(
+            f"the model's code changes attributes ({_some(names)}), and a rank that holds several stages runs it for "
+            "each of them. If a later forward uses these attributes, the results are not those of the unsplit model: "
+            "choose a schedule with one stage for each rank",
             stacklevel=2,
         )
 

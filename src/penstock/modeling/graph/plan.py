@@ -42,7 +42,8 @@ class DataflowPlan(ForwardFacts):
             stage's values. The other stages cannot follow it: they leave the forward before.
         defaults: arguments that Penstock adds to the caller's (`use_cache=False`).
         last_calls: for each stage the position in `calls` of the last one it runs, -1 if it runs none.
-        changed_later: attributes of modules outside of units that the forward changes where some stage has left it.
+        changed: attributes of modules outside of units that the forward changes.
+        changed_later: those of them that it changes where some stage has left it.
         digest: a hash of what a stage's run depends on, which tells this rank's plans apart.
         checksum: of what every rank must have alike: which stage makes which call, and what crosses each boundary.
     """
@@ -54,6 +55,7 @@ class DataflowPlan(ForwardFacts):
     last_stage_decides: bool
     defaults: tuple[tuple[str, Any], ...]
     last_calls: tuple[int, ...]
+    changed: tuple[str, ...]
     changed_later: tuple[str, ...]
     digest: str = field(compare=False, default="")
     checksum: int = field(compare=False, default=0)
@@ -120,6 +122,7 @@ def make_plan(
         last_stage_decides=bool(trace.controls) and num_stages > 1,
         defaults=defaults,
         last_calls=tuple(last_calls),
+        changed=tuple(sorted(trace.changed)),
         changed_later=tuple(
             sorted(n for n, after in trace.changed.items() if after > min(last_calls[:-1], default=after))
         ),

@@ -25,8 +25,8 @@ from penstock.random_state import key_of, mixed
 _START = key_of("the code before the first unit")
 # How an error ends that names what was not planned.
 _CAUSES = (
-    "Its control flow depends on the contents of the inputs, on what its forwards leave behind, or on random numbers "
-    "such as those that leave layers out (set that probability to 0), which a pipeline cannot follow"
+    "Its control flow depends on the values of inputs, weights or variables, on what its forwards leave behind, or on "
+    "random numbers such as those that leave layers out (set that probability to 0), which a pipeline cannot follow"
 )
 
 
