@@ -313,6 +313,22 @@ def test_a_loss_by_hand_is_exact_or_said_not_to_be(name: str) -> None:
     assert rule.exact == (name in BY_HAND) == (far < 1e-10), (rule, far)
 
 
+class WithPositions(Blocks):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x + position_ids.sum(0)[..., None], labels)
+
+
+def test_a_loss_by_hand_beside_positions_along_three_axes_is_exact() -> None:
+    """Their samples are in the second dimension."""
+    torch.manual_seed(0)
+    model: Any = WithPositions(lambda p, i: p.pow(2).mean()).double()
+    given = {name: whole_batch()[name] for name in ("x", "labels")}
+    given["position_ids"] = torch.arange(TOKENS).expand(3, SAMPLES, TOKENS)
+    model.dummy_inputs = given
+    rules = [split(model, 2)[0].plan(inputs).loss for inputs in (given, dict(reversed(given.items())))]
+    assert all(rule is not None and rule.exact for rule in rules), rules
+
+
 def test_a_loss_that_decides_what_python_does_is_said_to_be_neither() -> None:
     rule, _ = compared(lambda p, i: p.pow(2).mean() * (2 if p.pow(2).mean() > 0.1 else 3))
     assert not rule.exact

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.utils import ModelOutput
 
+from penstock.data.microbatch import NO_DIMS, BatchDims, batch_dim
 from penstock.modeling.collectives import CriterionCollective, OwnCollective
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.nested import named_tensors
@@ -206,10 +207,10 @@ def read_counts(counted: Sequence[tuple[int | torch.Tensor, ...]]) -> list[tuple
     return [tuple(next(values) if isinstance(count, torch.Tensor) else count for count in counts) for counts in counted]
 
 
-def batch_size(inputs: Mapping[str, Any], batch_dim: Mapping[str, int | None] | None = None) -> int:
-    """The size of the first dimension, or of that which `batch_dim` says, of the first tensor that has one."""
+def batch_size(inputs: Mapping[str, Any], dims: BatchDims = NO_DIMS) -> int:
+    """The number of samples in the first tensor that has a dimension of them."""
     for name, value in named_tensors(inputs).items():
-        dim = (batch_dim or {}).get(name, (batch_dim or {}).get(name.partition(".")[0], 0))
+        dim = batch_dim(name, value, dims)
         if dim is not None and value.dim() > dim:
             return int(value.shape[dim])
     raise ValueError("the inputs contain no tensor with a batch dimension")

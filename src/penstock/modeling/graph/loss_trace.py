@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from penstock.data.microbatch import BatchDims, batch_dim
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.dataflow import DataDependentTensor, DataFlow, ForwardArgument, Sources, TensorOutsideUnits
 from penstock.modeling.graph.loss import (
@@ -50,12 +51,12 @@ def label_placeholder(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return bits.reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)
 
 
-def with_more_samples(inputs: Mapping[str, Any], times: int, batch_dim: Mapping[str, int | None]) -> dict[str, Any]:
+def with_more_samples(inputs: Mapping[str, Any], times: int, dims: BatchDims) -> dict[str, Any]:
     """The inputs with each sample so many times."""
-    size = batch_size(inputs, batch_dim)
+    size = batch_size(inputs, dims)
 
     def repeated(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        dim = batch_dim.get(name, batch_dim.get(name.partition(".")[0], 0))
+        dim = batch_dim(name, tensor, dims)
         has_samples = dim is not None and tensor.dim() > dim and tensor.shape[dim] == size
         return torch.cat([tensor] * times, dim or 0) if has_samples else tensor
 
@@ -80,11 +81,11 @@ class LossCall(NamedTuple):
 class LossTrace:
     """Records the loss functions of one traced forward; `in_chunks`, whether one of them was of `ChunkedLogits`."""
 
-    def __init__(self, inputs: Mapping[str, Any], flow: DataFlow, batch_dim: Mapping[str, int | None]) -> None:
+    def __init__(self, inputs: Mapping[str, Any], flow: DataFlow) -> None:
         self.in_chunks = False
         # The last loss function that left it to the model's code to reduce its result.
         self._unreduced = ""
-        self._inputs, self._flow, self._batch_dim = inputs, flow, batch_dim
+        self._inputs, self._flow = inputs, flow
         self._calls: list[LossCall] = []
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

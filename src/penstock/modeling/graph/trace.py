@@ -170,7 +170,7 @@ def trace(
         head: the unit whose logits only a loss over chunks of tokens may use.
     """
     functions.sync()
-    follow = partial(_follow, model, functions, interceptor, call, criterion, for_criterion, batch_dim or {}, head)
+    follow = partial(_follow, model, functions, interceptor, call, criterion, for_criterion, head)
     recorder, losses, draws, output, loss = follow(inputs)
     if head is not None and loss is not None and not losses.in_chunks:
         raise ChunkedLossError(
@@ -218,7 +218,6 @@ def _follow(
     call: Callable[..., Any] | None,
     criterion: Callable[..., Any] | None,
     for_criterion: Collection[str],
-    batch_dim: Mapping[str, int | None],
     head: str | None,
     inputs: Mapping[str, Any],
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
@@ -245,7 +244,7 @@ def _follow(
         named = named_tensors(arguments)
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
-        losses = LossTrace({**arguments, **named}, flow, batch_dim)
+        losses = LossTrace({**arguments, **named}, flow)
         interceptor.handler, before = recorder, fingerprints(OUTSIDE_TORCH, device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
