@@ -333,7 +333,7 @@ class OutputsOfStep:
         with engine.together(Call.SHARE, among=Among.PIPELINE):
             outputs = share_output(merged, engine.context, OUTPUT_FORM)
         whole = adapter.loss_and_metrics_of_batch(outputs)
-        adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss).cpu())
+        adapter.check(whole.cpu(), torch.as_tensor(engine.last_step.loss, dtype=whole.dtype))
 
 
 def join_outputs(outputs: Sequence[Mapping[str, Any]], shares: Sequence[float], join_rows: JoinRows) -> dict[str, Any]:
