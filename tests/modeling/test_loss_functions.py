@@ -334,6 +334,23 @@ def test_a_loss_that_decides_what_python_does_is_said_to_be_neither() -> None:
     assert not rule.exact
 
 
+def test_a_loss_by_a_number_that_python_reads_is_said_to_be_neither_and_one_that_is_printed_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rule, far = compared(lambda p, i: p.pow(2).mean() / (p.pow(2).mean().item() + 1))
+    assert not rule.exact and far > 1e-6
+    assert "a number that Python reads" in rule.reason
+
+    def printed(p: torch.Tensor, i: Inputs) -> torch.Tensor:
+        loss = p.pow(2).mean() / 3.0
+        print(loss.item(), f"{float(loss.detach()):.2f}")
+        return loss
+
+    rule, far = compared(printed)
+    assert rule.exact and far < 1e-10
+    assert capsys.readouterr().out
+
+
 def test_a_sum_and_a_mean_that_microbatches_cannot_tell_apart_are_refused() -> None:
     with pytest.raises(
         CriterionError, match="adds a sum over samples, or one divided by num_items_in_batch, to a mean"

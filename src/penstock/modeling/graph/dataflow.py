@@ -97,6 +97,8 @@ class DataFlow(TorchDispatchMode):
         asks_inputs: whether values of the arguments alone were asked for.
         asks_known: whether these were, or values that depend on nothing, such as positions counted from 0.
         written, written_inputs: values changed in place after their unit returned them, and arguments changed in place.
+        asks_number: whether Python has asked for a fraction that depends on what units return; `numbers`: those that
+            operations were given since then; `shift`: what is added to each that Python asks for.
         record: the operations on what depends on the arguments.
     """
 
@@ -106,7 +108,9 @@ class DataFlow(TorchDispatchMode):
         self.paused = False
         self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
-        self.asks_inputs = self.asks_known = False
+        self.asks_inputs = self.asks_known = self.asks_number = False
+        self.shift = 0.0
+        self.numbers: list[float] = []
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
         self.record = OperationRecord()
@@ -215,6 +219,8 @@ class DataFlow(TorchDispatchMode):
             self.note_control(sources)
             if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
                 self.record.ask(args[0])
+            elif args[0].is_floating_point() and any(isinstance(source, Value) for source in sources):
+                self.asks_number, output = True, output + self.shift
         if draws(func, args, kwargs):
             sources |= {RandomDraw(str(func))}
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
@@ -228,6 +234,8 @@ class DataFlow(TorchDispatchMode):
                 if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
                     self.note_write(argument)
         if sources:
+            if self.asks_number:
+                self.numbers += [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self.mark(tensor, sources)

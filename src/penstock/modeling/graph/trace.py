@@ -187,6 +187,16 @@ def trace(
         return None if loss is None else (losses, loss)
 
     flow = recorder.flow
+    rule = (
+        None if loss is None else losses.rule(loss, named_output(output), again, getattr(criterion, "reduction", None))
+    )
+    if (
+        rule is not None
+        and rule.exact
+        and flow.asks_number
+        and _numbers_matter(flow, partial(follow, inputs, shift=1.0))
+    ):
+        rule = replace(rule, exact=False, reason="a number that Python reads of what units return enters it")
     leaves, _ = flatten(output)
     fielded = named_output(output)
     refuse_hidden_tensors(fielded)
@@ -200,7 +210,7 @@ def trace(
         written_inputs=tuple(sorted(flow.written_inputs)),
         asks_inputs=flow.asks_inputs,
         asks_known=flow.asks_known,
-        loss=None if loss is None else losses.rule(loss, fielded, again, getattr(criterion, "reduction", None)),
+        loss=rule,
         draws=tuple(sorted(draws)),
         batchwise=tuple(sorted(functions.seen.batchwise)),
         shapes=recorder.shapes,
@@ -209,6 +219,15 @@ def trace(
         form=form,
         head=head,
     )
+
+
+def _numbers_matter(flow: DataFlow, again: Callable[[], Any]) -> bool:
+    """Whether operations are given other numbers where Python reads others, and does not only print them."""
+    try:
+        recorder, *_ = again()
+    except Exception:  # whatever the model's code says of them
+        return True
+    return bool(recorder.flow.numbers != flow.numbers)
 
 
 def _follow(
@@ -220,6 +239,7 @@ def _follow(
     for_criterion: Collection[str],
     head: str | None,
     inputs: Mapping[str, Any],
+    shift: float = 0.0,
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
     """One forward, followed: what was noted of it and of its losses, from what it draws, its output and its loss."""
     homes = names_in_units(model, functions.units)
@@ -240,6 +260,7 @@ def _follow(
         outside = Attributes(outside_of_units(model, homes))
         recorder = _CallRecorder(model, functions, device, head, outside)
         flow = recorder.flow
+        flow.shift = shift
         _mark_tensors(model, homes, flow)
         named = named_tensors(arguments)
         for name, tensor in named.items():
