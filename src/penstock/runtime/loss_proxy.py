@@ -115,7 +115,7 @@ def run_backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 def copied(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of `value` as `dtype`: `to(dtype, copy=True)`, which takes twice the time."""
-    return value.clone() if value.dtype is dtype else value.to(dtype=dtype)
+    return value.clone() if value.dtype is dtype else value.type(dtype)
 
 
 class _ProxyLoss(torch.autograd.Function):

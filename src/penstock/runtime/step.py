@@ -356,7 +356,7 @@ class TrainingStep:
         top = self._program.top
         if self._marks_backwards:
             self._enter_backward(top, microbatch)
-        autograd_engine.queue_callback(partial(self._callers_backward_ends, due))
+        autograd_engine.queue_callback(self._callers_backward_ends)
         gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
         self._interrupts.busy = before
         if gradients and not due.connected:
@@ -364,9 +364,11 @@ class TrainingStep:
             return ()
         return gradients
 
-    def _callers_backward_ends(self, due: LiveMicrobatch) -> None:
+    def _callers_backward_ends(self) -> None:
         """The caller's `backward()` has come to its end. Send what the previous stage waits for, before the rest of the
         loop's body."""
+        due = self._due
+        assert due is not None
         if due.leaves:
             self._send_backward(self._program.top, due)
         if not self._anything_shared or self._position != self._program.final_backward:  # else they may be summed now
