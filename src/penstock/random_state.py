@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +98,7 @@ def seed_as_new(replica: int) -> None:
 TORCH, PYTHON, NUMPY = "torch's random numbers", "Python's random numbers", "NumPy's random numbers"
 
 
-@dataclass(frozen=True)
-class RandomSource:
+class RandomSource(NamedTuple):
     """Something that random numbers are drawn from. `fingerprint()` changes when numbers are drawn."""
 
     seed: Callable[[int], object]
@@ -115,8 +113,19 @@ def _of_torch(generator: torch.Generator) -> RandomSource:
     return RandomSource(generator.manual_seed, state, generator.set_state, lambda: state().numpy().tobytes())
 
 
+# Where in memory a `random.Random` has the words of its state, and the place among them: all that its C class adds.
+_PYTHONS_STATE, _PYTHONS_BYTES = object.__basicsize__, random.Random.__mro__[1].__basicsize__ - object.__basicsize__
+
+
 def _of_python(generator: Any) -> RandomSource:
-    return RandomSource(generator.seed, generator.getstate, generator.setstate, generator.getstate)
+    """Of a `random.Random`, or of Python's global one, which the module has the methods of. Python makes an int of each
+    word of a state, in 20 us, so they are compared in memory; beside them it keeps a normal number."""
+    itself = generator.getstate.__self__
+
+    def fingerprint() -> Any:
+        return ctypes.string_at(id(itself) + _PYTHONS_STATE, _PYTHONS_BYTES), itself.gauss_next
+
+    return RandomSource(generator.seed, generator.getstate, generator.setstate, fingerprint)
 
 
 def _of_numpy(generator: Any) -> RandomSource:
@@ -162,7 +171,7 @@ def _of_numpys_global() -> RandomSource:
             kept = bool(has_one), number
         return words, kept
 
-    return replace(source, fingerprint=fingerprint)
+    return source._replace(fingerprint=fingerprint)
 
 
 _GLOBAL = {PYTHON: _of_python(random), NUMPY: _of_numpys_global()}
@@ -183,14 +192,15 @@ def sources_of(names: Iterable[str], device: torch.device) -> list[RandomSource]
     return [*sources, *(source for name, source in _GLOBAL.items() if name in names)]
 
 
-def fingerprints(names: Iterable[str], device: torch.device) -> dict[str, Any]:
-    """By name, what changes as numbers are drawn."""
-    return {name: [source.fingerprint() for source in sources_of([name], device)] for name in names}
+def draws_from_now(names: Iterable[str], device: torch.device) -> Callable[[], set[str]]:
+    """Gives what tells, of these names, those that numbers were drawn from since now."""
+    sources = {name: sources_of([name], device) for name in names}
 
+    def fingerprints() -> dict[str, list[Any]]:
+        return {name: [source.fingerprint() for source in each] for name, each in sources.items()}
 
-def drawn_since(before: Mapping[str, Any], device: torch.device) -> set[str]:
-    """The names of what was drawn from since `fingerprints` gave `before`."""
-    return {name for name, now in fingerprints(before, device).items() if now != before[name]}
+    before = fingerprints()
+    return lambda: {name for name, now in fingerprints().items() if now != before[name]}
 
 
 def held_sources(model: nn.Module) -> list[RandomSource]:

@@ -50,8 +50,7 @@ from penstock.random_state import (
     OUTSIDE_TORCH,
     TORCH,
     all_restored,
-    drawn_since,
-    fingerprints,
+    draws_from_now,
     generators_in_use,
     held_sources,
     seedable,
@@ -266,7 +265,7 @@ def _follow(
         for name, tensor in named.items():
             flow.mark_input(tensor, name)
         losses = LossTrace({**arguments, **named}, flow)
-        interceptor.handler, before = recorder, fingerprints(OUTSIDE_TORCH, device)
+        interceptor.handler, drawn = recorder, draws_from_now(OUTSIDE_TORCH, device)
         try:
             with flow, ReadObserver(flow, dict.fromkeys(LOSS_FUNCTIONS, losses.observe)):
                 output = (call or model)(**{n: value for n, value in arguments.items() if n not in for_criterion})
@@ -274,7 +273,7 @@ def _follow(
                     loss = _loss_by(criterion, output, arguments)
                 _refuse_changed(model, real, flow)
             outside.look(len(recorder.calls))
-            draws = drawn_since(before, device) | ({TORCH} if functions.seen.draws else set())
+            draws = drawn() | ({TORCH} if functions.seen.draws else set())
         except (ReachedInside, CriterionError, ChunkedLossError):
             raise
         except CriterionCollective as error:

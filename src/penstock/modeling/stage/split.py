@@ -40,8 +40,7 @@ from penstock.random_state import (
     OUTSIDE_TORCH,
     TORCH,
     RandomSource,
-    drawn_since,
-    fingerprints,
+    draws_from_now,
     held_sources,
     seedable,
     sources_of,
@@ -375,9 +374,9 @@ class SplitModel:
 
     def _watched(self, plan: DataflowPlan, stage: int, forward: Callable[[], Any]) -> Any:
         """Run a stage's forward; warn if it draws from what its trace has not, and seed that from then on."""
-        before = fingerprints({TORCH, *OUTSIDE_TORCH}.difference(plan.draws, self._drawn), self.device)
+        draws = draws_from_now({TORCH, *OUTSIDE_TORCH}.difference(plan.draws, self._drawn), self.device)
         output = forward()
-        if drawn := drawn_since(before, self.device):
+        if drawn := draws():
             self._drawn |= drawn
             units = self.stages[stage]
             warnings.warn(
