@@ -35,14 +35,14 @@ class LiveMicrobatch:
     calls the loss's backward if the stage is its rank's top one."""
 
     microbatch: int
-    leaves: Sequence[torch.Tensor]  # of what was received, the tensors that require a gradient
+    # Of what was received, the tensors that require a gradient, until their gradients are sent.
+    leaves: Sequence[torch.Tensor]
     # What is no argument stays the class's until it is set.
     sent: Sequence[torch.Tensor] = field(default=(), init=False)  # of what was sent, likewise
     connected: bool = field(default=False, init=False)  # whether the proxy's graph leads to `sent`
     output: Any = field(default=None, init=False)
     loss: torch.Tensor | None = field(default=None, init=False)
     called: bool = field(default=False, init=False)  # whether the caller has called the loss's backward
-    answered: bool = field(default=False, init=False)  # whether the gradients of what was received have been sent
 
     def take_output(self) -> Any:
         """The output to yield, of which nothing is kept here."""

@@ -116,7 +116,8 @@ class TrainingStep:
         self._callers_gradient: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
         self._autocasting = torch.is_autocast_enabled(context.device.type)
-        self._proxy_dtype = torch.float64 if split.dtype == torch.float64 else torch.float32
+        dtypes = (parameter.dtype for parameter in gradients.parameters if parameter.is_floating_point())
+        self._proxy_dtype = torch.float64 if next(dtypes, torch.get_default_dtype()) == torch.float64 else torch.float32
         self.report: StepReport | None = None
         # What a signal's handler raised at the end of the step.
         self.interruption: BaseException | None = None
@@ -398,15 +399,15 @@ class TrainingStep:
         if self._program.splits_backward:
             self._queues.close()
         live = self._live.pop((stage, microbatch))
-        if live.leaves and not live.answered:
+        if live.leaves:
             self._send_backward(stage, live)
-        live.leaves = live.sent = ()  # the loop over the backwards has it until the next one
+        live.sent = ()  # the loop over the backwards has it until the next one
         if self._anything_shared and self._position == self._program.final_backward:
             self._reducer.after_last_message()
 
     def _send_backward(self, stage: int, live: LiveMicrobatch) -> None:
-        live.answered = True
-        self._to_previous[stage].send_backward(live.microbatch, live.leaves)
+        leaves, live.leaves = live.leaves, ()
+        self._to_previous[stage].send_backward(live.microbatch, leaves)
 
     def _weight_gradients(self, stage: int, microbatch: int) -> None:
         self._watch.noted = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -22,12 +22,14 @@ SHORTEST_WAIT = 20e-6
 class Timeline:
     """Writes `engine.trace`: the timeline of the first pipeline in the steps that `engine.trace_steps` says."""
 
-    @contextmanager
-    def observing(self, engine: Engine, number: int) -> Iterator[Recorder | None]:
+    def observing(self, engine: Engine, number: int) -> AbstractContextManager[Recorder | None]:
         steps = engine.trace_steps
-        if not engine.trace or not (steps is None or steps[0] <= number <= steps[1]):
-            yield None
-            return
+        covered = engine.trace and (steps is None or steps[0] <= number <= steps[1])
+        return self._recording(engine, number) if covered else nullcontext()
+
+    @contextmanager
+    def _recording(self, engine: Engine, number: int) -> Iterator[Recorder]:
+        steps = engine.trace_steps
         recorder = engine.of_formation(Recorder)
         with recorder.recording():
             yield recorder

@@ -60,6 +60,7 @@ RECEIVES_AHEAD = 2
 SENDS_AHEAD = 8
 
 
+# For `map`, which with this makes no call of Python.
 _num_bytes = attrgetter("nbytes")
 _Transfer = Callable[[list[torch.Tensor], int, int], dist.Work]
 
@@ -84,8 +85,8 @@ class _MessageWork:
 class _LargeWork:
     """The work of a large message: whoever waits for it hears of failures, see `wait_for_transfer`."""
 
-    def __init__(self, work: Waitable, num_bytes: int, check: Callable[[], object]):
-        self._work, self._num_bytes, self._check = work, num_bytes, check
+    def __init__(self, work: Waitable, tensors: Iterable[torch.Tensor], check: Callable[[], object]):
+        self._work, self._num_bytes, self._check = work, sum(map(_num_bytes, tensors)), check
 
     def wait(self) -> None:
         wait_for_transfer(self._work, self._num_bytes, self._check)
@@ -122,7 +123,9 @@ class P2PChannel:
             work = self._recv(buffers, peer, tag) if len(buffers) == 1 else self._recv_each(buffers, peer, tag)
         except RuntimeError as error:
             raise self._lost("posting a receive of", error) from None
-        self.posted.append((buffers, self._watched(work, buffers)))
+        if sum(map(_num_bytes, buffers)) >= self._large:
+            work = _LargeWork(work, buffers, self._channels.board.check)
+        self.posted.append((buffers, work))
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for the oldest posted receive. On an accelerator only the stream waits."""
@@ -156,16 +159,13 @@ class P2PChannel:
                 work = self._send(sent, peer, tag) if len(sent) == 1 else self._send_each(sent, peer, tag)
         except RuntimeError as error:
             raise self._lost("sending", error) from None
-        self._in_flight.append((sent, self._watched(work, sent)))
+        if sum(map(_num_bytes, sent)) >= self._large:
+            work = _LargeWork(work, sent, self._channels.board.check)
+        self._in_flight.append((sent, work))
         del work
         # Many at a time, which takes less than one by one.
         if len(self._in_flight) > 2 * self._channels.sends_ahead:
             self.release(self._channels.sends_ahead)
-
-    def _watched(self, work: Waitable, tensors: Sequence[torch.Tensor]) -> Waitable:
-        """`work`, or if it is large, a wait that hears of failures."""
-        num_bytes = tensors[0].nbytes if len(tensors) == 1 else sum(map(_num_bytes, tensors))
-        return work if num_bytes < self._large else _LargeWork(work, num_bytes, self._channels.board.check)
 
     def release(self, keep: int = 0) -> None:
         """Wait for sends that must have arrived, all but the newest `keep`, and let go of their tensors."""
