@@ -298,9 +298,21 @@ def on_meta(tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), tree)
 
 
+_CONTAINERS = (tuple, list, dict)
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout})
+
+
 def _tensors(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif depth < 2 and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
-            yield from _tensors(list(vars(leaf).values()), depth + 1)
+    kind = type(tree)
+    if kind is torch.Tensor:
+        yield tree
+    elif kind in _CONTAINERS:  # nothing else is in most arguments of operations, and torch takes longer to walk them
+        for each in tree.values() if kind is dict else tree:
+            if type(each) not in _PLAIN:
+                yield from _tensors(each, depth)
+    else:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif depth < 2 and hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)):
+                yield from _tensors(list(vars(leaf).values()), depth + 1)
