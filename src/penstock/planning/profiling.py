@@ -137,7 +137,7 @@ def chunked_head(model: nn.Module, followed: FollowedForward) -> str | None:
     head = _head_of(model, followed.names)
     refuse_head(None if head is None else model.get_submodule(head), model)
     if "input_ids" in followed.inputs:
-        functions = ShapeFunctions({name: model.get_submodule(name) for name in followed.names})
+        functions = ShapeFunctions({name: model.get_submodule(name) for name in followed.names}, model)
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
             trace_units(model, functions, {**followed.inputs, "labels": followed.inputs["input_ids"]}, head=head)
     return head
@@ -179,8 +179,8 @@ def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
 class _Recorder(ShapeFunctions):
     """Shape functions that remember the arguments of each call."""
 
-    def __init__(self, units: dict[str, nn.Module]) -> None:
-        super().__init__(units)
+    def __init__(self, units: dict[str, nn.Module], model: nn.Module | None = None) -> None:
+        super().__init__(units, model)
         self.calls: dict[str, list[Call]] = {}
 
     def __call__(

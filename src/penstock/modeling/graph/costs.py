@@ -57,7 +57,7 @@ def unit_costs(
         One positive number per unit, 1.0 on average. Comparable within one call only.
     """
     guesses = chain(dummy_inputs(model, batch=1, tokens=tokens), dummy_inputs(model)) if inputs is None else (inputs,)
-    functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units})
+    functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units}, model)
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
             counted = _counted(model, functions, without_cache(model, arguments))
