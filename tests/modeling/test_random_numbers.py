@@ -179,10 +179,12 @@ class Hidden(nn.Module):
             return self.layer(x)
         if self.how == "torch":
             return self.layer(x) * torch.rand(())
-        return self.layer(x) * (random.random() if self.how == "Python" else float(np.random.randn()))
+        return self.layer(x) * (random.gauss(0, 1) if self.how.startswith("Python") else float(np.random.randn()))
 
 
-@pytest.mark.parametrize("how", ["torch", "Python", "NumPy", "NumPy, which keeps a number"])
+@pytest.mark.parametrize(
+    "how", ["torch", "Python", "Python, which keeps a number", "NumPy", "NumPy, which keeps a number"]
+)
 def test_a_draw_that_was_not_followed_is_warned_of_once_and_seeded_from_then_on(how: str) -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
@@ -197,8 +199,12 @@ def test_a_draw_that_was_not_followed_is_warned_of_once_and_seeded_from_then_on(
     splits = split(Plain(), 3)
     how, _, keeps = how.partition(",")
     np.random.seed(0)
-    if keeps:  # of the two normal numbers that it draws at once: the forward's own draw leaves its words as they are
+    random.seed(0)
+    if (
+        keeps
+    ):  # of the two normal numbers that either draws at once: the forward's own draw leaves its words as they are
         np.random.randn()
+        random.gauss(0, 1)
     with pytest.warns(UserWarning, match=rf"a forward of blocks.1 .*drew from .*{how}'s random numbers"):
         step(splits, inputs(), seed=1, watch=True)
     with warnings.catch_warnings():
