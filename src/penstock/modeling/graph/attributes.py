@@ -74,8 +74,8 @@ class Attributes:
                 elif has_tensors(contents[len(before) :]):
                     yield LeftValue(prefix, name, APPENDED, contents[len(before) :])
             else:
-                known = dict(before)
-                for key, entry in contents:
+                known = dict(_pairs(before))
+                for key, entry in _pairs(contents):
                     if entry is not known.get(key, _ABSENT) and has_tensors(entry):
                         yield LeftValue(prefix, name, CONTENTS, entry, key)
 
@@ -208,11 +208,19 @@ def _registries(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def _contents(value: Any) -> list[Any]:
-    if isinstance(value, dict) and type(value) in _CONTAINERS:
-        return list(value.items())
-    if type(value) in _CONTAINERS:
+    """What is in a value that code may put something into: entries, or the keys of a mapping and then its values."""
+    if not is_shareable(value):
+        return []
+    if type(value) in _CONTAINERS and not isinstance(value, dict):
         return list(value)
-    return list(vars(value).items()) if is_shareable(value) else []
+    inside = value if isinstance(value, dict) else vars(value)
+    return [*inside, *inside.values()]
+
+
+def _pairs(contents: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The entries of a mapping, by their keys."""
+    half = len(contents) // 2
+    return zip(contents[:half], contents[half:], strict=True)
 
 
 def _fill(value: Any, contents: list[Any]) -> None:
@@ -220,14 +228,9 @@ def _fill(value: Any, contents: list[Any]) -> None:
     if not _same(_contents(value), contents):
         inside = value if type(value) in _CONTAINERS else vars(value)
         inside.clear()
-        inside.update(contents) if isinstance(inside, dict) else inside.extend(contents)
+        inside.update(_pairs(contents)) if isinstance(inside, dict) else inside.extend(contents)
 
 
 def _same(some: list[Any] | None, others: list[Any] | None) -> bool:
     """Whether two lists have the very same entries."""
-    if some is None or others is None or len(some) != len(others):
-        return False
-    return all(
-        one is other or (type(one) is type(other) is tuple and all(map(operator.is_, one, other)))
-        for one, other in zip(some, others, strict=True)
-    )
+    return some is not None and others is not None and len(some) == len(others) and all(map(operator.is_, some, others))
