@@ -71,6 +71,34 @@ def test_autocast_gives_the_unsplit_loss_and_gradients_under_autocast(
     assert half.losses != pytest.approx(single.losses, rel=1e-6), "autocast changed nothing"
 
 
+def train_with_autocast_around_next() -> list[Step]:
+    """Two steps that are called without autocast; the first one's microbatches are taken under it."""
+    model = parallelize(build("gpt2"), 2, num_microbatches=len(SIZES))
+    steps = []
+    for enabled in (True, False):
+        outputs = model(**batch("causal", sum(SIZES), dtype=torch.float32))
+        losses = []
+        while True:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                output = next(outputs, None)
+            if output is None:
+                break
+            output.loss.backward()
+            losses.append(output.loss.item())
+        steps.append(Step(losses, gradients_of(model)))
+        model.zero_grad()
+    return steps
+
+
+def test_autocast_that_the_call_did_not_have_changes_no_forward(pool: Pool) -> None:
+    expected = unsplit_gradients("gpt2", torch.float32)
+    for steps in pool.run(2, train_with_autocast_around_next):
+        for step in steps:
+            assert step.losses == pytest.approx(expected.losses, rel=1e-6)
+            for name, gradient in step.gradients.items():
+                torch.testing.assert_close(gradient, expected.gradients[name], atol=1e-6, rtol=1e-4)
+
+
 def train_with_scaler(stages: int, overflowing_rank: int, steps: int, bad_step: int) -> list[dict[str, Any]]:
     """Steps under a GradScaler; at one of them a gradient of one rank overflows inside the backward."""
     model = parallelize(build("gpt2"), stages)

@@ -327,7 +327,7 @@ def test_a_norm_that_cannot_be_the_whole_models_is_refused(pool: Pool) -> None:
         assert "rank 0 entered save_pretrained" in saving
         assert "a weight on some of the ranks that hold it, but not on all" in tied and "transformer.wte.weight" in tied
         assert "are of one parallelised model" in mixed and "clip each model by itself" in mixed
-        assert "rank 0 entered clip_grad_norm_" in alone and "rank 1 entered training step" in alone
+        assert "rank 1 entered training step, rank 0 entered clip_grad_norm_: every rank must make" in alone
 
 
 class Sharp(torch.optim.SGD):
@@ -460,17 +460,26 @@ def clip_wrongly() -> list[str]:
     model = parallelize(gpt2(), 2)
     run_step(model, batch("causal", 4))
     messages = []
-    for number, options in enumerate([{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"max_norm": 1.0}]):
-        if number == 2 and torch.distributed.get_rank() == 1:
-            next(iter(model.parameters())).grad.fill_(torch.nan)  # type: ignore[union-attr]  # every one has a gradient
+
+    def clip(max_norm: float, norm_type: float = 2.0) -> None:
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            model.clip_grad_norm_(**options, error_if_nonfinite=True)
+            model.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite=True)
         messages.append(f"{caught.type.__name__}: {caught.value}")
+
+    clip(-1.0)
+    clip(1.0, 0.0)
+    for rank in (0, 1):  # a NaN of one rank alone
+        for parameter in model.parameters():
+            parameter.grad.fill_(torch.nan if rank == torch.distributed.get_rank() else 1.0)
+        clip(1.0)
+        clip(1.0, torch.inf)
     return messages
 
 
 def test_impossible_clipping_is_refused_on_every_rank(pool: Pool) -> None:
-    for negative, order, infinite in pool.run(2, clip_wrongly):
+    for negative, order, *of_nan in pool.run(2, clip_wrongly):
         assert negative.startswith("ValueError: max_norm must not be negative") and "-1.0" in negative
         assert order.startswith("ValueError") and "0.0" in order
-        assert infinite.startswith("RuntimeError") and "nan" in infinite
+        assert len(of_nan) == 4
+        for text in of_nan:
+            assert text.startswith("RuntimeError") and "is nan" in text

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.checkpoint import files
+from penstock.checkpoint.file_specs import Source
 from penstock.checkpoint.ranks import CheckpointRanks
 from penstock.checkpoint.training_state import save_object
 from penstock.checkpoint.untrusted import CheckpointError
@@ -124,13 +125,16 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
         ("table of contents", errno.EACCES, "you may not write there"),
         # Whichever rank assembles the second shard; it goes on taking part in the transfers of the others.
         ("pytorch_model-00002-of", errno.ENOSPC, "No space left on device"),
+        # The other rank, which would send many tensors, has no error of its own.
+        ("room to gather", errno.ENOMEM, "failed: rank 0: MemoryError: cannot hold it; the checkpoint"),
     ],
 )
 def test_every_step_of_a_save_tells_why_it_could_not_write_and_the_next_save_succeeds(
     where: str, number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised(save(split_copies(gpt2(1), 2), tmp_path))
-    error, fsync, flush = OSError(number, os.strerror(number)), os.fsync, files.flush_file
+    error: Exception = OSError(number, os.strerror(number))
+    fsync, flush = os.fsync, files.flush_file
     parts = {"configuration": "/config.json", "table of contents": "parallel_checkpoint.json", "weights": ".bin"}
     part = parts.get(where, where)
 
@@ -144,10 +148,17 @@ def test_every_step_of_a_save_tells_why_it_could_not_write_and_the_next_save_suc
     def fail_small(descriptor: int) -> None:
         failing() if os.readlink(f"/proc/self/fd/{descriptor}").endswith(part) else fsync(descriptor)
 
-    merged = {"merge_checkpoints": True, "max_shard_size": "60KB"} if where.startswith("pytorch") else {}
+    merged: dict[str, Any] = {}
+    if where.startswith("pytorch"):
+        merged = {"merge_checkpoints": True, "max_shard_size": "60KB"}
+    elif where == "room to gather":
+        merged = {"merge_checkpoints": True}
     with monkeypatch.context() as patch:
         if where == "folder":
             patch.setattr(os, "mkdir", failing)
+        elif where == "room to gather":
+            error = MemoryError("cannot hold it")
+            patch.setattr(Source, "empty", failing)
         elif ".bin" in part or merged:
             patch.setattr(files, "flush_file", fail_some)
         else:

@@ -149,6 +149,7 @@ def test_a_pipeline_that_skips_an_evaluation_is_named_with_the_call_that_it_make
     assert [said for said, _ in others] == ["nothing"] * 2
     for said, _ in (second, third):
         assert "rank 2 entered evaluation" in said and "rank 3 entered training step" in said
+        assert "every rank of a pipeline, and of those that share its sequences, must make the same calls" in said
     steps = [step for _, step in (*others, second, third)]
     for pair in (steps[:2], steps[2:]):
         loss = sum(sum(step.losses) for step in pair)

@@ -153,7 +153,9 @@ def test_a_gradient_that_comes_after_its_sum_is_an_error_and_not_lost(pool: Pool
 # ---------------------------------------------------------------- headers
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int64, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn]
+)
 def test_headers_tell_shapes_types_and_gradients(dtype: torch.dtype) -> None:
     specs = (
         TensorSpec((2, 3, 4), dtype, dtype.is_floating_point),
@@ -168,3 +170,8 @@ def test_a_tensor_of_too_many_dimensions_is_refused() -> None:
     spec: Any = TensorSpec((1,) * 9, torch.float32)
     with pytest.raises(ValueError, match="9 dimensions"):
         encode_header([spec])
+
+
+def test_a_tensor_of_a_type_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"of type torch\.qint8, which cannot be sent"):
+        encode_header([TensorSpec((1,), torch.qint8)])

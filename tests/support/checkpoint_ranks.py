@@ -43,15 +43,19 @@ class ThreadComm(CheckpointRanks):
         self._shared.barrier.wait(TIMEOUT)
         return gathered
 
-    def send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
+    def receive(self, tensor: torch.Tensor | None, source: int, doing: str) -> torch.Tensor | None:
+        received = super().receive(tensor, source, doing)
+        self.received += 0 if received is None else received.nbytes
+        return received
+
+    def _send(self, tensor: torch.Tensor, destination: int, doing: str) -> None:
         assert tensor.is_contiguous() and not tensor.is_cuda
         self._shared.lines[self.rank, destination].put(tensor.clone(), timeout=TIMEOUT)
 
-    def receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
+    def _receive(self, tensor: torch.Tensor, source: int, doing: str) -> None:
         arrived = self._shared.lines[source, self.rank].get(timeout=TIMEOUT)
         assert (arrived.shape, arrived.dtype) == (tensor.shape, tensor.dtype)
         tensor.copy_(arrived)
-        self.received += tensor.nbytes
 
 
 class _Shared:

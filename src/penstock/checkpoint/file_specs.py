@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, cast
 
@@ -200,10 +201,12 @@ def each_file(
     """Gather the content of each planned file on the rank that writes it, one at a time, and call `do` with it there.
 
     Transfers happen in one order on all ranks, so they cannot deadlock. A rank that fails, for example out of host
-    memory, goes on taking part in them, so that no other waits for it, and raises at the end."""
+    memory, says so in place of each further one, so that no other waits for it, and raises at the end."""
     failures: list[Exception] = []
 
     def attempt(work: Callable[..., Result], *arguments: Any) -> Result | None:
+        if failures:
+            return None
         try:
             return work(*arguments)
         except Exception as error:
@@ -220,15 +223,18 @@ def each_file(
             for rank in source.ranks:
                 if ranks.rank not in (rank, file.writer):
                     continue
-                tensor = attempt(save_format.get, name) if ranks.rank == rank else None
-                parts.append(source.empty() if tensor is None else tensor)
+                part = attempt(partial(save_format.get, name) if ranks.rank == rank else source.empty)
                 if ranks.rank != file.writer:
-                    ranks.send(parts[-1], file.writer, f"giving {name} for {file.name}")
+                    ranks.send(part, file.writer, f"giving {name} for {file.name}")
                 elif rank != file.writer:
-                    ranks.receive(parts[-1], rank, f"gathering {name} for {file.name}")
-            if ranks.rank == file.writer and not failures:
-                gathered[name] = parts[0] if source.sharding is None else source.sharding.join(parts)
-        if ranks.rank == file.writer and not failures:
+                    part = ranks.receive(part, rank, f"gathering {name} for {file.name}")
+                if part is not None:
+                    parts.append(part)
+            if ranks.rank == file.writer and len(parts) == len(source.ranks):
+                whole = parts[0] if source.sharding is None else attempt(source.sharding.join, parts)
+                if whole is not None:
+                    gathered[name] = whole
+        if ranks.rank == file.writer and gathered.keys() == file.inputs.keys():
             attempt(write, file, gathered)
     if failures:
         raise failures[0]

@@ -98,8 +98,8 @@ class Series:
             elif shapes != list(known):
                 raise RuntimeError(
                     f"the next message of {self._channels[0].name} has {shapes}, but for inputs of these shapes it had "
-                    f"{list(known)} before; a shape that depends on the inputs' values cannot be sent"
-                    ": put what computes it and what uses it into one stage with `stages`"
+                    f"{list(known)} before: they follow from more than these shapes, which generation cannot tell the "
+                    "other ranks. Put what computes such a value and what uses it into one stage with `stages`"
                 )
         for channel in self._channels:
             for start in range(0, len(tensors), TAGS_PER_CHANNEL):

@@ -29,7 +29,7 @@ from penstock.modeling.stage.kept_state import KeptState
 from penstock.modeling.stage.split import SplitModel
 from penstock.random_state import key_of, mixed
 from penstock.runtime.boundary.p2p import P2PChannels
-from penstock.runtime.comm.rollcall import Call, Shared
+from penstock.runtime.comm.rollcall import CLOSED, Call, Shared
 from penstock.runtime.comm.settings import (
     MODULUS,
     BatchInWords,
@@ -498,11 +498,7 @@ class Engine:
         """Raise if the ranks of this engine can do nothing together any more."""
         self.board.check()
         if self.parts.closed:
-            raise RuntimeError(
-                "this model's pipeline was closed: it keeps its weights, but runs no more steps, and saves and loads "
-                "nothing together"
-                ". Make a new model for more"
-            )
+            raise RuntimeError(CLOSED)
 
     def prepare(
         self,

@@ -114,7 +114,7 @@ class TrainingLoop(Iterator[Any]):
         return output
 
     def close(self) -> None:
-        """Leave the step here. Every rank must, at the same microbatch."""
+        """Leave the step here, as a `break` does: every rank must leave it, at whichever microbatch."""
         self._forgotten.detach()
         if self._over or self._outputs is None:
             self._over = True

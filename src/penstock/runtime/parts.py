@@ -227,7 +227,7 @@ class Parts:
             warnings.warn(f"{words}. From here on all have the copy of the first of these ranks", stacklevel=2)
         elif any(has_changed for _, _, has_changed in by_rank):
             raise SettingsMismatch(
-                "weights were changed on some of the ranks that hold them only. With sharded_optimizer only a weight's "
+                "weights were changed on only some of the ranks that hold them. With sharded_optimizer only a weight's "
                 "owner has its gradient: update it with step() of a torch.optim.Optimizer, which sends it to the others"
             )
 

@@ -115,7 +115,8 @@ class TrainingStep:
         # The gradient that the caller's latest backward() brought, scaled as the caller scales losses.
         self._callers_gradient: torch.Tensor | None = None
         self._autocast = autocast_now(context.device)
-        self._autocasting = torch.is_autocast_enabled(context.device.type)
+        self._device_type = context.device.type
+        self._autocasting = torch.is_autocast_enabled(self._device_type)
         dtypes = (parameter.dtype for parameter in gradients.parameters if parameter.is_floating_point())
         self._proxy_dtype = torch.float64 if next(dtypes, torch.get_default_dtype()) == torch.float64 else torch.float32
         self.report: StepReport | None = None
@@ -261,7 +262,8 @@ class TrainingStep:
         if not self._begun and (stage or last):
             self._begin_together()
         received = self._to_previous[stage].recv_forward(microbatch)
-        if self._autocasting or not torch.is_grad_enabled():
+        # The loop's body may have other modes than the call, which the ranks compared.
+        if self._autocasting or torch.is_autocast_enabled(self._device_type) or not torch.is_grad_enabled():
             with torch.enable_grad(), self._autocast():
                 output, sent = self._compute(stage, microbatch, received, last)
         else:

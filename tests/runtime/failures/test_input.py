@@ -409,4 +409,4 @@ def test_a_rank_whose_groups_close_inside_the_loop_says_why(pool: Pool, stages: 
 def test_a_closed_pipeline_says_so(pool: Pool) -> None:
     for found in pool.run(2, use_after_close):
         for kind, text in found:
-            assert kind == "RuntimeError" and "pipeline was closed" in text
+            assert kind == "RuntimeError" and "pipeline was closed" in text and "Make a new model" in text

@@ -341,7 +341,8 @@ class BoundaryToNext(_RemoteBoundary):
             raise RuntimeError(
                 f"the tensors between stages {self._boundary} and {self._boundary + 1} are "
                 f"{list(map(TensorSpec.of, tensors))}, but for inputs of these shapes they were {specs.tensors} "
-                "before; a shape that depends on the inputs' values cannot cross a boundary"
+                "before: they follow from more than these shapes, which the trace of the model did not show. Put what "
+                "computes such a value and what uses it into one stage with `stages`"
             )
         self._activations.send(list(map(torch.Tensor.detach, tensors)))
         self._sent[microbatch] = specs

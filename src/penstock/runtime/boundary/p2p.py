@@ -274,7 +274,12 @@ CARRIED = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
-DTYPES = (*CARRIED, torch.int16, torch.bool, torch.complex64, torch.complex128)
+DTYPES = (
+    *CARRIED,
+    *(torch.int16, torch.bool, torch.complex64, torch.complex128, torch.complex32),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
 MAX_DIMENSIONS = 8
 # dtype, gradient flag, number of dimensions, dimensions
 HEADER_WIDTH = 3 + MAX_DIMENSIONS
@@ -288,6 +293,11 @@ def encode_header(specs: Sequence[TensorSpec]) -> torch.Tensor:
             raise ValueError(
                 f"a value that crosses a boundary has {len(spec.shape)} dimensions, but {MAX_DIMENSIONS} at most can "
                 "be sent: reshape it in the model, or choose stages so that it stays inside one"
+            )
+        if spec.dtype not in DTYPES:
+            raise ValueError(
+                f"a value that crosses a boundary is of type {spec.dtype}, which cannot be sent: convert it in the "
+                "model, or choose stages so that it stays inside one"
             )
         padding = [0] * (MAX_DIMENSIONS - len(spec.shape))
         rows.append([DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape, *padding])

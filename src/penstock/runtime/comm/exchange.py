@@ -102,12 +102,30 @@ class Ranks:
             if theirs != every[0]:
                 raise ValueError(words(every[0], theirs, rank))
 
-    def send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
-        """Send a contiguous CPU tensor to a rank of the group. May block until the other side receives."""
+    def send(self, tensor: torch.Tensor | None, peer: int, doing: str) -> None:
+        """Send a contiguous CPU tensor to a rank of the group, which calls `receive`; None if this rank has none. It is
+        not sent if the other side has no memory for it. May block until the other side receives."""
+        self._send(torch.tensor(tensor is not None), peer, doing)
+        has_room = torch.tensor(False)
+        self._receive(has_room, peer, doing)
+        if tensor is not None and has_room:
+            self._send(tensor, peer, doing)
+
+    def receive(self, tensor: torch.Tensor | None, peer: int, doing: str) -> torch.Tensor | None:
+        """Fill a contiguous CPU tensor, None if there is no memory, with what a rank of the group sends; returns it, or
+        None if nothing was sent."""
+        is_sent = torch.tensor(False)
+        self._receive(is_sent, peer, doing)
+        self._send(torch.tensor(tensor is not None), peer, doing)
+        if tensor is None or not is_sent:
+            return None
+        self._receive(tensor, peer, doing)
+        return tensor
+
+    def _send(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         self._transfer(tensor, peer, doing, lambda: dist.isend(_bytes(tensor), group=self._group, group_dst=peer))
 
-    def receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
-        """Fill a contiguous CPU tensor with what a rank of the group sends."""
+    def _receive(self, tensor: torch.Tensor, peer: int, doing: str) -> None:
         self._transfer(tensor, peer, doing, lambda: dist.irecv(_bytes(tensor), group=self._group, group_src=peer))
 
     def _transfer(self, tensor: torch.Tensor, peer: int, doing: str, begin: Callable[[], dist.Work | None]) -> None:

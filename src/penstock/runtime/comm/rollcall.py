@@ -37,6 +37,10 @@ PAUSE = 0.02
 # As many as `Settings` has fields, and as `Settings.shared` gives: all roll calls have one length.
 MAX_FACTS = 11
 MAX_SHARED = 6
+CLOSED = (
+    "this model's pipeline was closed: it keeps its weights, but runs no more steps, and saves and loads nothing "
+    "together. Make a new model for more"
+)
 
 
 class Call(Enum):
@@ -112,10 +116,16 @@ class RollCall:
         wanted = {Among.PIPELINE: (), Among.BATCH: (self.batch_group,), Among.ALL: (self.batch_group, self.world_group)}
         return [number for number in dict.fromkeys(wanted[among]) if number is not None]
 
+    def among(self, number: int | None) -> Among:
+        """Whose ranks a group has."""
+        if number == self.world_group or len(self.ranks) == 1:
+            return Among.ALL
+        return Among.BATCH if number == self.batch_group else Among.PIPELINE
+
     def alive(self, number: int) -> dist.ProcessGroup:
         if not self._groups:
             self.board.check()
-            raise RuntimeError("this model's pipeline was closed")
+            raise RuntimeError(CLOSED)
         return self._groups[number]
 
     def guard(self, number: int, call: Call) -> contextlib.AbstractContextManager[None]:
@@ -194,7 +204,8 @@ class PendingRollCall:
             if given_up:
                 if unlike is not None:
                     gathered = self._gathered(unlike, self._gather(unlike))
-                raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in gathered.items()}))
+                among = self._roll_call.among(self._own if unlike is None else unlike)
+                raise CallMismatch(_mismatch({rank: theirs.call for rank, theirs in gathered.items()}, among))
             deadline = deadline or time.monotonic() + SIGNAL_GRACE
             self._given_up = time.monotonic() > deadline
             if self._roll_call.interrupts.wait(PAUSE):
@@ -283,13 +294,13 @@ def _same_call(gathered: Mapping[int, RollCallAnswer]) -> bool:
     return len({theirs.call for theirs in gathered.values()}) == 1
 
 
-def _mismatch(calls: Mapping[int, int]) -> str:
-    """Which rank makes which call."""
+def _mismatch(calls: Mapping[int, int], among: Among) -> str:
+    """Which rank makes which call, of `among`, who must make the same."""
     entered = [
         f"{ranks_in_words([rank for rank, other in calls.items() if other == number])} entered {CALLS[number]}"
         for number in sorted(set(calls.values()))
     ]
     return (
-        f"{', '.join(entered)}: every rank of a pipeline must make the same calls in the same order (a call inside "
+        f"{', '.join(entered)}: {among.in_words} must make the same calls in the same order (a call inside "
         "`if rank == 0:` is made by one rank only)"
     )

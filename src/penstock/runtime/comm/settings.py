@@ -321,7 +321,7 @@ def refuse_frozen_on_some(by_rank: Mapping[int, Mapping[str, tuple[bool, str]]])
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise SettingsMismatch(
-            "parameters are frozen (requires_grad=False) on some of the ranks that hold them only: "
+            "parameters are frozen (requires_grad=False) on only some of the ranks that hold them: "
             + "; ".join(differences[:5])
             + more
         )

@@ -23,13 +23,6 @@ TURN_SECONDS = 1.0
 # A rank whose question was asked by another one, or was not answered, waits so many times its patience.
 ASK_AGAIN_FACTOR = 10
 
-# Who must make the same calls, in words.
-_WHOSE = {
-    Among.PIPELINE: "every rank of a pipeline",
-    Among.BATCH: "every rank of a pipeline, and of those that share its sequences,",
-    Among.ALL: "every rank",
-}
-
 
 @dataclass
 class _Wait:
@@ -131,8 +124,8 @@ class Inquiries:
             there = ["all other ranks wait there too"]
         message = "; ".join([*here, *there[:8]])
         if impossible or gone:
-            whose = _WHOSE[Among.ALL if len(asked) == self._watch.world_size else _call(mine).among]
-            board.fail(f"{message}: {whose} must make the same calls; this can never end", suspects=())
+            among = Among.ALL if len(asked) == self._watch.world_size else _call(mine).among
+            board.fail(f"{message}: {among.in_words} must make the same calls; this can never end", suspects=())
         elif not reported and (silent or waited >= board.patience):
             message += ": still waiting"
             logger.warning(message)

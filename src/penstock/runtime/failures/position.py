@@ -43,6 +43,12 @@ class Among(IntEnum):
     BATCH = 1
     ALL = 2
 
+    @property
+    def in_words(self) -> str:
+        """Who must make the same calls."""
+        of_batch = "every rank of a pipeline, and of those that share its sequences,"
+        return ("every rank of a pipeline", of_batch, "every rank")[self]
+
 
 class CallRecord(NamedTuple):
     """A call of the library. `numbers`: its number among the calls that the ranks of a pipeline make alike, then among

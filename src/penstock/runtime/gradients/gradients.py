@@ -100,10 +100,12 @@ class GradientNorm:
         if gradients:
             norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(gradients, norm_type)])
             total = norms.max() if largest else norms.pow(norm_type).sum()
+        # A backend's maximum may drop a NaN: whether there is one goes beside it.
+        sent = torch.stack([total.nan_to_num(math.inf, math.inf), total.isnan().to(total)]) if largest else total
         with self._context.board.guard("computing the gradient norm", self._context.everyone):
             operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(total, operation, group=self._context.groups.world)
-        return total if largest else total.pow(1.0 / norm_type)
+            dist.all_reduce(sent, operation, group=self._context.groups.world)
+        return torch.where(sent[1] > 0, math.nan, sent[0]) if largest else sent.pow(1.0 / norm_type)
 
 
 def _place(gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -119,9 +121,9 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
 
 
 def autocast_now(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """A maker of contexts with the autocast of the moment of this call; if it is off then, they change nothing."""
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return partial(autocast, device, dtype)
+    """A maker of contexts in which autocast is as it is at the moment of this call: on in one type, or off."""
+    kind = device.type
+    return partial(torch.autocast, kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
 def multiply_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
