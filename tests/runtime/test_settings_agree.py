@@ -244,10 +244,11 @@ def test_layers_left_out_on_one_rank_only_are_said_to_be(pool: Pool) -> None:
 def clip_one_by_one(single: bool) -> list[str]:
     model: Any = parallelize(FAMILIES["gpt2"].build(), 2, num_microbatches=2)
     run_step(model, batch("causal", 4))
-    chosen = [weight for weight in model.parameters() if weight.dim() == 1][:3]
+    weights = [weight for weight in model.parameters() if weight.dim() == 1]
+    chosen = [*weights[:3], weights[-1]]  # the last one is the other rank's
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for part in [[weight] for weight in chosen] if single else [chosen]:
+        for part in [[weight] for weight in chosen[:3]] if single else [chosen, [chosen[0], chosen[-1]]]:
             torch.nn.utils.clip_grad_norm_(part, 0.1)
     return [str(each.message) for each in caught]
 

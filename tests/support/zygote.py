@@ -124,7 +124,7 @@ def spare_forks_pages() -> None:
     libc.malloc_trim(ctypes.c_size_t(0))
     end = libc.sbrk(0)
     for size in range(4096, 0, -16):
-        while libc.malloc(size) < end:
+        while (place := libc.malloc(size)) and place < end:
             pass
     # In large pages, so that the tables of pages are short, which forks have copies of. (Linux 6.1; else in vain.)
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -220,6 +220,7 @@ def each_file(
         gathered: dict[str, torch.Tensor] = {}
         for name, source in file.inputs.items():
             parts: list[torch.Tensor] = []
+            part = whole = None  # so that one tensor is in memory at a time
             for rank in source.ranks:
                 if ranks.rank not in (rank, file.writer):
                     continue

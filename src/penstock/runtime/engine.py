@@ -431,8 +431,11 @@ class Engine:
         with self._norms(Call.CLIP, norm_type, max_norm):
             return self.parts.gradients.norm.clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
-    def norm_of(self, held: Sequence[HeldParameter], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """The norm of the gradients of `held` and of what the other ranks give; every rank calls it."""
+    def norm_of(
+        self, held: Sequence[HeldParameter], norm_type: float, error_if_nonfinite: bool, alone: bool = False
+    ) -> torch.Tensor:
+        """The norm of the gradients of `held` and of what the other ranks give; every rank calls it. `alone`: the
+        caller has named a single parameter."""
         self.recovery.refuse(
             "torch.nn.utils.clip_grad_norm_", "clip with booster.clip_grad_norm, or optimizer.clip_grad_by_norm"
         )
@@ -441,7 +444,7 @@ class Engine:
         mine = [weight for weight in held if weight.parameter.grad is not None and self.rank in weight.keepers]
         equality = sum(weight.equality_term(self.rank, weight.keepers) for weight in mine) % MODULUS
         several = sum(weight.parameter.grad is not None for weight in self.held) > 1
-        single = held[0].digest % MODULUS if len(held) == 1 and several else 0
+        single = held[0].digest % MODULUS if alone and held and several else 0
         with self._norms(Call.CLIP, norm_type, equality=equality, single=single) as singles:
             if len(singles - {0}) > 1:
                 warn_of_norms_of_one(held)

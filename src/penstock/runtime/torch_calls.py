@@ -15,6 +15,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -47,6 +48,8 @@ OVER_ALL_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "D
 OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
 
 Engine = Any  # `engine.Engine`, which imports this
+# Whether a call of `clip_grad_norm_` that is under way was given one parameter.
+_alone = ContextVar("_alone", default=False)
 
 # In the order in which they were made, which is that of all ranks.
 _engines: weakref.WeakKeyDictionary[Engine, None] = weakref.WeakKeyDictionary()
@@ -81,7 +84,11 @@ def _clip(torchs_own: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if given and all(parameter.grad is None for parameter in given) and not engines_of(given):
         return torch.zeros(())
-    norm: torch.Tensor = torchs_own(given or parameters, *args, **kwargs)
+    token = _alone.set(len(given) == 1)
+    try:
+        norm: torch.Tensor = torchs_own(given or parameters, *args, **kwargs)
+    finally:
+        _alone.reset(token)
     return norm
 
 
@@ -93,7 +100,7 @@ def _total_norm(
     if engine is None:
         total: torch.Tensor = torchs_own(gradients, norm_type, error_if_nonfinite, foreach)
         return total
-    norm: torch.Tensor = engine.norm_of(held, float(norm_type), error_if_nonfinite)
+    norm: torch.Tensor = engine.norm_of(held, float(norm_type), error_if_nonfinite, _alone.get())
     return norm
 
 

@@ -306,6 +306,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
 
     def get_num_trainable_parameters(self) -> int:
         """Of the whole model. Every rank calls it."""
+        if not isinstance(base_of(self.model), PipelineModel):  # before an elastic run, which then forms its pipelines
+            return super().get_num_trainable_parameters()
         return num_parameters_of_whole(self.model, only_trainable=True, exclude_embeddings=False)
 
     @wraps_trainer_method

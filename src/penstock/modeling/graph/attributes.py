@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 # What torch itself keeps in every module.
 _TORCHS = frozenset(vars(nn.Module()))
+# What Penstock and transformers note of what they have done to a module for good.
+_LASTING = frozenset({"_penstock", "_output_capturing_hooks_installed"})
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
 # How a value was put into an attribute: the attribute is another, or what is in it has other contents, or more.
@@ -84,7 +86,7 @@ class Attributes:
         for prefix, module in self._modules.items():
             own = vars(module)
             for name in [name for name in own if name not in _TORCHS]:
-                if (prefix, name) not in self._before and has_tensors(own[name]):
+                if (prefix, name) not in self._before and name not in _LASTING:
                     del own[name]
         for (prefix, name), (value, *contents) in self._before.items():
             vars(self._modules[prefix])[name] = value

@@ -152,11 +152,14 @@ class Forwards:
         if len(self._known) < MOST_KINDS:
             return
         kinds = [{"criterion": key[2], **dict(key[1]), **dict(key[3])} for key in self._known]
+        attributes = dict([*self._known][-1][1])
         new = [name for name in kinds[-1] if len({kind.get(name) for kind in kinds}) > MOST_KINDS // 2]
         self._known.clear()
+        # From now on a path that changes with one of these attributes is an error in the stage's run.
+        self._changing.update(name for name in new if name in attributes)
         warnings.warn(
             f"the forward was followed anew for {MOST_KINDS} kinds of inputs, as {' and '.join(new) or 'something'} is "
-            "new again and again; each takes 0.1 s or more. Pass a number that changes as a tensor",
+            "new again and again; each takes 0.1 s or more. Pass an argument that changes as a tensor",
             stacklevel=2,
         )
 

@@ -61,6 +61,7 @@ class TraceFacts:
 
     def end_calls(self) -> None:
         self._call = self._marks = None
+        self.reads = set()
 
     def mark_own(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._marks is not None:

@@ -13,6 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.modeling.graph.reductions import storage_of
+
 # What asks a tensor for its shape, type or device, in the words of `torch.overrides`.
 _GETTER = "__get__"
 
@@ -24,6 +26,9 @@ class Unreceived(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_subclass(Unreceived) if type(tensor) is torch.Tensor else tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return Unreceived.of(self.detach().as_subclass(torch.Tensor).clone())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,17 +55,17 @@ class _Reached(TorchDispatchMode):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        self._storages = {storage_of(tensor)._cdata: tensor for tensor in tensors}
 
     def has(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
+        return storage_of(tensor)._cdata in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) and self.has(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, torch.Tensor):
-                    self._storages[leaf.untyped_storage()._cdata] = leaf
+                    self._storages[storage_of(leaf)._cdata] = leaf
         return output
 
 

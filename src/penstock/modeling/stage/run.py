@@ -174,7 +174,7 @@ class StageRun:
             if 0 in received:
                 return self._value(received[0])
             if 0 in call.like_input and not planned.writable:
-                return Unreceived.of(_first(args, kwargs))
+                return _standing_for(_first(args, kwargs))
         lazily = not (planned.known or self.early_exit or planned.writable or output.captured)
         later = self._shapes_later(call, args, kwargs) if lazily else None
         like_first = planned.known or lazily
@@ -185,7 +185,7 @@ class StageRun:
             if leaf in received:
                 return self._value(received[leaf])
             if like_first and leaf in call.like_input:
-                return Unreceived.of(_first(args, kwargs))
+                return _standing_for(_first(args, kwargs))
             if later is not None:
                 return LazyPlaceholder(lambda: Unreceived.of(later()[leaf].expanded_zeros(self.device)))
             return Unreceived.of(shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device))
@@ -240,6 +240,12 @@ class LazyPlaceholder(torch.Tensor):
         if self._made is None:
             self._made = self._make()
         return self._made
+
+
+def _standing_for(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a value of this tensor's shape and type. It has memory of its own: what is written to it, or
+    computed from it, has nothing to do with the tensor's."""
+    return Unreceived.of(TensorSpec.shape_of(tensor).expanded_zeros(tensor.device))
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
