@@ -137,6 +137,6 @@ def test_a_schedule_that_is_not_found_or_does_not_fit_is_named(tmp_path: Path) -
         resolve_schedule(["0F0,0B0"], 2, 1)
     check_trains(own_or_named(["0F0,0B0"], 1)(1))
     with pytest.raises(
-        ScheduleError, match=r"can only evaluate with 2 microbatches, .*: train with that, or write one for 2"
+        ScheduleError, match=r"not written for 2 microbatches, .*: it can only evaluate .*, or write one for 2"
     ):
         check_trains(own_or_named(["0F0,0B0"], 1)(2))

@@ -145,6 +145,6 @@ def check_trains(schedule: Schedule, whose: str = "a step") -> None:
     if not any(action.kind is Kind.B for action in schedule.actions[0]):
         number = schedule.num_microbatches
         raise ScheduleError(
-            f"schedule {schedule.name!r} is not written for {number} microbatches, as {whose} has: it can only evaluate "
-            f"with them. Train with the number that it is written for, or write one for {number}"
+            f"schedule {schedule.name!r} is not written for {number} microbatches, as {whose} has: it can only "
+            f"evaluate with them. Train with the number that it is written for, or write one for {number}"
         )
