@@ -43,7 +43,7 @@ def try_parts(engine: Engine) -> None:
     mask[1, : PIECE // 2] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
     firsts = []
-    with _in_evaluation_mode(model):
+    with _in_evaluation_mode(model), _tables_as_they_were(model):
         guessed = engine.split.guessed
         try:
             engine.split.plan(inputs)
@@ -84,6 +84,22 @@ def _first_of_all(engine: Engine, mine: int | None) -> int | None:
     ranks = Ranks(engine.context.groups.world_control, engine.board.guard)
     every = ranks.exchange(mine, "comparing parts of sequences with the whole")
     return min((index for index in every if index is not None), default=None)
+
+
+@contextmanager
+def _tables_as_they_were(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards, tables of positions that grow with the longest sequence (dynamic RoPE) do not know of those tried."""
+    modules = [module for module in model.modules() if next(module.parameters(), None) is None]
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for name in vars(module).keys() - attributes.keys():
+                delattr(module, name)
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Action(NamedTuple):
         return (own_forward, Action(Kind.B, self.stage + 1, self.microbatch))
 
     def feeds(self, num_stages: int) -> Action | None:
-        """The action on another stage that uses this one's result: the next stage's F, or the previous stage's B."""
+        """The action on another of `num_stages` stages that uses this one's result: the next F, or the previous B."""
         stage = self.stage + 1 if self.kind is Kind.F else self.stage - 1
         if self.kind is Kind.W or not 0 <= stage < num_stages:
             return None
