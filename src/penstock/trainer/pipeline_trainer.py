@@ -307,7 +307,7 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
     def get_num_trainable_parameters(self) -> int:
         """Of the whole model. Every rank calls it."""
         if not isinstance(base_of(self.model), PipelineModel):  # before an elastic run, which then forms its pipelines
-            return super().get_num_trainable_parameters()
+            return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
         return num_parameters_of_whole(self.model, only_trainable=True, exclude_embeddings=False)
 
     @wraps_trainer_method
