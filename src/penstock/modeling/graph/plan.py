@@ -130,8 +130,8 @@ def make_plan(
     )
     # A set prints in any order, and no stage's run depends on what the code asks, draws and leaves in attributes; ranks
     # whose stages have run may see others of these.
-    left_out = ("written", "asks_inputs", "asks_known", "draws", "batchwise", "changed", "changed_later")
-    left_out += ("digest", "checksum")
+    asked_or_left = ("written", "asks_inputs", "asks_known", "draws", "batchwise", "changed", "changed_later")
+    left_out = {*asked_or_left, "digest", "checksum"}
     values = [getattr(plan, attribute.name) for attribute in fields(plan) if attribute.name not in left_out]
     hashed = repr((*values, sorted(map(str, plan.written))))
     # Names and numbers only: what else units return may print an address of this process.

@@ -78,7 +78,7 @@ class OutputShape:
     # What the call leaves in attributes of the unit's modules: `TensorSpec`s in place of tensors.
     left: tuple[LeftValue, ...] = field(default=(), compare=False, repr=False)
     # Of what was taken for shape-preserving: elements of the parameters, each times the rows that it was given.
-    kept: int = field(default=0, compare=False)
+    kept: int = field(default=0, compare=False, repr=False)
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
