@@ -99,7 +99,7 @@ def save_run_state(
 class Save:
     """One save on one rank: a staging folder is made; every rank says what it holds; each file is gathered on the rank
     that writes it, and written; the files are put in place. Each step ends with an exchange, so a fault anywhere ends
-    it everywhere."""
+    it everywhere (in the background with marks in the folder)."""
 
     def __init__(
         self,

@@ -210,7 +210,8 @@ class FailureBoard:
     # -- failing ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the job's failure if there is one. Every wait of the main thread is followed by this look."""
+        """Raise the job's failure if there is one. The main thread looks after a wait that broke, in one that
+        may be long also meanwhile, and after the loop's body."""
         if self.failed is not None:
             raise self._explained_failure()
 
