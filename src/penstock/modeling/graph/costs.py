@@ -60,7 +60,7 @@ def unit_costs(
     functions = functions or ShapeFunctions({name: model.get_submodule(name) for name in units}, model)
     for arguments in guesses:
         with contextlib.suppress(Untraceable, ReachedInside, NotImplementedError):
-            counted = _counted(model, functions, without_cache(model, arguments))
+            counted = _counted(model, functions, tokens, without_cache(model, arguments))
             costs = [counted[name] for name in units]
             head = head_unit(model, functions.units) if loss_in_chunks else None
             # A forward, and a backward that takes as long as two.
@@ -83,7 +83,9 @@ def _relative(costs: Sequence[float]) -> list[float]:
     return [cost / mean for cost in positive]
 
 
-def _counted(model: nn.Module, functions: ShapeFunctions, arguments: Mapping[str, Any]) -> dict[str, float]:
+def _counted(
+    model: nn.Module, functions: ShapeFunctions, tokens: int, arguments: Mapping[str, Any]
+) -> dict[str, float]:
     """What one forward on `arguments` costs in each unit, in operations."""
     with mock.patch.object(functions, "meter", _Meter):
         traced = trace_units(model, functions, arguments)
@@ -91,7 +93,7 @@ def _counted(model: nn.Module, functions: ShapeFunctions, arguments: Mapping[str
     # Expert layers have no meta kernel; every token passes through some of the experts.
     active = _active_share(configuration_of(model))
     for call in traced.calls:
-        costs[call.unit] += call.output.cost + 2 * active * call.output.kept
+        costs[call.unit] += call.output.cost + 2 * tokens * active * call.output.kept
     last = traced.calls[-1]
     logits = traced.shapes.get(Value(last.unit, last.index, 0))
     if logits is not None:

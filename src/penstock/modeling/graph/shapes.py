@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -77,7 +76,7 @@ class OutputShape:
     cost: float = field(default=0.0, compare=False)  # what `ShapeFunctions.meter` has counted
     # What the call leaves in attributes of the unit's modules: `TensorSpec`s in place of tensors.
     left: tuple[LeftValue, ...] = field(default=(), compare=False, repr=False)
-    # Of what was taken for shape-preserving: elements of the parameters, each times the rows that it was given.
+    # Elements of the parameters of what was taken for shape-preserving.
     kept: int = field(default=0, compare=False, repr=False)
 
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
@@ -304,8 +303,7 @@ class ShapeFunctions:
             except Exception as failure:
                 error = failure
             else:
-                rows_of = {p: rows for module, rows in kept.items() for p in module.parameters()}
-                return replace(shape, kept=sum(p.numel() * rows for p, rows in rows_of.items()))
+                return replace(shape, kept=sum(p.numel() for p in {p for module in kept for p in module.parameters()}))
         reason = f"the unit {name} cannot be run on meta tensors: {type(error).__name__}: {error}"
         raise NotImplementedError(reason) from error
 
@@ -427,11 +425,11 @@ def _likeness(key: str, value: Any) -> Hashable:
 
 
 @contextmanager
-def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple: bool) -> Iterator[Counter[nn.Module]]:
-    """Inside, those of `modules` that fail keep their input's shape; gives how many rows (tokens) each is given. They
-    have no meta kernel, as the grouped matmul of experts, or ask after values. Of several arguments that one is kept
-    which has `width`. A cache is taken to be lengthened where `layer_idx` says."""
-    kept: Counter[nn.Module] = Counter()
+def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple: bool) -> Iterator[set[nn.Module]]:
+    """Inside, those of `modules` that fail keep their input's shape; gives them. They have no meta kernel, as the
+    grouped matmul of experts, or ask after values. Of several arguments that one is kept which has `width`. A cache is
+    taken to be lengthened where `layer_idx` says."""
+    kept: set[nn.Module] = set()
 
     def keeping(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -447,9 +445,9 @@ def _keeping_shapes(modules: Sequence[nn.Module], width: Sequence[int], in_tuple
                 layers: list[Any] = [getattr(each, "layer_idx", None) for each in module.modules()]
                 for cache in (leaf for leaf in given if isinstance(leaf, Cache)):
                     note_use(cache, {index for index in layers if isinstance(index, int)})
+                kept.add(module)
                 wide = (each for each in tensors if each.shape[-1:] == width and each.is_floating_point())
                 made = torch.empty_like(next(wide, tensors[0]), device="meta")
-                kept[module] += math.prod(made.shape[:-1])
                 return (made,) if in_tuple else made
 
         return forward
