@@ -156,8 +156,9 @@ class Decoding:
         self._turns: Turns | None = None
         self._clock = Clock.of(context.pipeline, 1)
         self._num_sessions = 0
-        # Plans that all ranks have alike.
-        self._compared: set[str] = set()
+        # The checksums of plans that all ranks have alike. Digests would not do: they also tell apart what one rank
+        # alone sees, which would compare where the others do not.
+        self._compared: set[int] = set()
         self._board.on_close(self._results.clear)
         # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
         unread = {"output_router_logits": False}
@@ -375,7 +376,7 @@ class Decoding:
                 "what its code does next depends on values that one stage alone has"
                 ": generate in one process, with the whole model",
             )
-        if plan.digest not in self._compared:
+        if plan.checksum not in self._compared:
             self._compare(plan)
         return plan
 
@@ -404,10 +405,10 @@ class Decoding:
         as soon as tokens are chosen, and lets others go first, which may compare the plan meanwhile."""
         if self.chooses_tokens and len(self._context.stages) > 1:
             self._yield_turn(self._forwards.consecutive_stages[0][0])
-        if len(self.ranks) > 1 and plan.digest not in self._compared:
+        if len(self.ranks) > 1 and plan.checksum not in self._compared:
             by_rank = self.gather([plan.checksum])
             compare_plans({rank: checksum for rank, (checksum,) in zip(self.ranks, by_rank, strict=True)})
-        self._compared.add(plan.digest)
+        self._compared.add(plan.checksum)
 
     def tokens(self, chosen: torch.Tensor) -> torch.Tensor:
         """After a forward with `tokens_only`: the tokens that the rank of the last stage has chosen, which sends them

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-# What torch itself keeps in every module.
-_TORCHS = frozenset(vars(nn.Module()))
+# What torch itself keeps in every module; buffers are looked after elsewhere.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # What Penstock and transformers note of what they have done to a module for good.
 _LASTING = frozenset({"_penstock", "_output_capturing_hooks_installed"})
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
@@ -85,7 +85,7 @@ class Attributes:
         """Let all be as it was; what was registered since then is gone."""
         for prefix, module in self._modules.items():
             own = vars(module)
-            for name in [name for name in own if name not in _TORCHS]:
+            for name in [name for name in own if name not in OF_EVERY_MODULE]:
                 if (prefix, name) not in self._before and name not in _LASTING:
                     del own[name]
         for (prefix, name), (value, *contents) in self._before.items():
@@ -102,7 +102,7 @@ class Attributes:
             (prefix, name): [value, *_contents(value)]
             for prefix, module in self._modules.items()
             for name, value in vars(module).items()
-            if name not in _TORCHS
+            if name not in OF_EVERY_MODULE
         }
 
 
@@ -174,7 +174,7 @@ def shared_values(owners: Mapping[str, str], model: nn.Module) -> dict[int, Any]
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if (
-                name in _TORCHS
+                name in OF_EVERY_MODULE
                 or not is_shareable(value)
                 or owners[prefix] == first.setdefault(id(value), owners[prefix])
             ):

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.modeling.graph.attributes import Variables, tensors_held_by
+from penstock.modeling.graph.attributes import OF_EVERY_MODULE, Variables, tensors_held_by
 
-# What torch itself keeps in every module; buffers are looked after elsewhere.
-_TORCHS = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.Size)
 _CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, defaultdict)
 
@@ -76,7 +74,7 @@ def _marks(model: nn.Module) -> dict[str, Any]:
     marks = {}
     for prefix, module in model.named_modules():
         own = vars(module)
-        for name in own.keys() - _TORCHS:
+        for name in own.keys() - OF_EVERY_MODULE:
             if (mark := _mark(own[name])) is not _ABSENT:
                 marks[f"{prefix}.{name}" if prefix else name] = mark
     return marks
