@@ -122,6 +122,31 @@ def reading() -> nn.Module:
     return Root().double()
 
 
+class ReadsAndMeans(Reads):
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = super().forward(x)
+        return hidden, hidden.mean()
+
+
+class RootOfPairs(Root):
+    """Uses only the first of what each block returns, so that no stage receives all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsAndMeans(self) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.start = x = self.first(x)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x.square().mean()
+
+
+def reading_in_pairs() -> nn.Module:
+    torch.manual_seed(2)
+    return RootOfPairs().double()
+
+
 class Borrows(Block):
     """Multiplies with the weight of another block, which it holds but has not registered."""
 
@@ -163,7 +188,7 @@ def leaves_beside() -> nn.Module:
 
 
 def test_what_a_unit_reads_beside_its_arguments_is_sent_to_its_stage(pool: Pool) -> None:
-    pool.run(2, compare, [reading, borrowing, leaves_beside])
+    pool.run(2, compare, [reading, reading_in_pairs, borrowing, leaves_beside])
 
 
 def refused(where: str) -> None:

@@ -170,6 +170,27 @@ def test_control_by_inputs_is_no_obstacle() -> None:
     check_chain(ByInput)
 
 
+def test_a_unit_of_another_stage_that_would_return_another_structure_is_an_error_that_names_it() -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            hidden = super().forward(x)
+            return (hidden, hidden.mean()) if len(x) > 4 else hidden
+
+    class OfPairs(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = Pair(4, 4)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+            return {"loss": None, "logits": self.c(self.b(self.a(x)[0]))}
+
+    last = stages_of(chain(OfPairs))[1]
+    plan = last.plan(INPUTS)
+    few = {name: value[:3] for name, value in INPUTS.items()}
+    with pytest.raises(RuntimeError, match=r"a would return a tensor, but a tuple of 2 was found"):
+        last.forward(plan, 1, few, [torch.zeros(3, 4, dtype=torch.float64)])
+
+
 def test_backward_flow_is_refused() -> None:
     class Loop(Chain):
         def between(self, x: Tensor, first: Tensor) -> Tensor:

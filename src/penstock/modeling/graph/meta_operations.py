@@ -154,6 +154,8 @@ class RememberedOperations(TorchDispatchMode):
         key = _key_of(func, args, kwargs) if _makes_fresh_tensors(func) else None
         if key in _remembered:
             return _made(_remembered[key])
+        if key is None:
+            args, kwargs = _on_one_device(func, args, kwargs)
         output = func(*args, **kwargs)
         description = None if key is None else _description(output)
         if description is not None:
@@ -172,10 +174,6 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors and _makes_integers(args, kwargs):  # offsets, say, into which known sizes are written
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is not torch.ops.aten.index.Tensor and len({tensor.is_meta for tensor in tensors}) > 1:
-            if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
-                raise RuntimeError("its code writes unknown values into a tensor whose values are known")
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -225,6 +223,17 @@ class AssumedValues(TorchDispatchMode):
 
     def _chosen(self, mask: torch.Tensor) -> int:
         return mask.numel() if self._yes else 0
+
+
+def _on_one_device(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation's arguments, as meta tensors if some are, and others have values: known ones, or those of a tensor
+    that a unit's code reads beside its arguments."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if len({tensor.is_meta for tensor in tensors}) < 2 or (func is torch.ops.aten.index.Tensor and args[0].is_meta):
+        return args, kwargs
+    if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
+        raise RuntimeError("its code writes unknown values into a tensor whose values are known")
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
 
 
 @cache

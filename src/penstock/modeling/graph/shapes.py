@@ -79,6 +79,11 @@ class OutputShape:
     # Elements of the parameters of what was taken for shape-preserving.
     kept: int = field(default=0, compare=False, repr=False)
 
+    @property
+    def structure(self) -> str:
+        """The structure in words."""
+        return _in_words(self.spec)
+
     def unflatten(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """What the call returns, of all `leaves`; those of `stored` go into the mappings among the leaves `given`."""
         end = self.spec.num_leaves
@@ -93,7 +98,7 @@ class OutputShape:
         leaves: list[Any]
         leaves, spec = ([output], _LEAF) if isinstance(output, torch.Tensor) else flatten(output)
         if spec != self.spec:
-            raise OtherStructure(f"{_in_words(spec)}, but {_in_words(self.spec)}")
+            raise OtherStructure(f"{_in_words(spec)}, but {self.structure}")
         if not (self.stored or self.captured):  # nearly always
             return leaves
         leaves = leaves + [leaf for entry in self.stored for leaf in flatten(given[entry.position][entry.key])[0]]
@@ -161,8 +166,9 @@ class ShapeFunctions:
         self._kinds: dict[Any, int] = {}
         self._remembered: dict[Any, OutputShape] = {}
         self.guessed: dict[str, str] = {}
-        # Units whose code reads values of their arguments, so that shapes may depend on them.
+        # Units whose code reads values of their arguments, or tensors beside these, so that shapes may depend on them.
         self._reads_values: set[str] = set()
+        self._reads_beside: set[str] = set()
         # Of layers of caches with a convolution's or a recurrence's state, how a call left them.
         self._states: dict[int, Any] = {}
         self.meter: Callable[[], Any] | None = None
@@ -209,7 +215,9 @@ class ShapeFunctions:
         shape = self._run(name, leaves, spec, known)
         if read_values != (name in self._reads_values):
             return shape  # the key did not tell the values yet
-        if lasting and not self.seen.reads:
+        if self.seen.reads:
+            self._reads_beside.add(name)
+        if lasting and name not in self._reads_beside:
             if len(self._remembered) >= MAX_REMEMBERED:
                 self._remembered.clear()
             self._remembered[key] = shape

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
 from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
-from penstock.modeling.graph.shapes import OtherStructure, ShapeFunctions, flatten, lengths, side_outputs
+from penstock.modeling.graph.shapes import OtherStructure, OutputShape, ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import frozen_cache
 from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived
@@ -154,7 +154,17 @@ class StageRun:
         """What ghosts of a unit take the shapes of its output to be."""
         if len(call.output.leaves) == 1 and call.like_input:
             return (TensorSpec.shape_of(_first(args, kwargs)),)
-        return self.functions(call.unit, args, kwargs, call.output.known).leaves
+        return self._shape(call, args, kwargs).leaves
+
+    def _shape(self, call: PlannedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputShape:
+        """What a unit's call would return for these arguments."""
+        shape = self.functions(call.unit, args, kwargs, call.output.known)
+        if shape.spec != call.output.spec:  # one leaf would be taken for another
+            raise RuntimeError(
+                f"The unit {call.unit} would return {shape.structure}, but {call.output.structure} was found when its "
+                "forward was followed. What it returns depends on more than its arguments' shapes"
+            )
+        return shape
 
     def _answer(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -179,7 +189,7 @@ class StageRun:
         later = self._shapes_later(call, args, kwargs) if lazily else None
         like_first = planned.known or lazily
         if not like_first:
-            output = self.functions(call.unit, args, kwargs, output.known)
+            output = self._shape(call, args, kwargs)
 
         def tensor(leaf: int, shape: TensorSpec) -> torch.Tensor:
             if leaf in received:
@@ -203,7 +213,7 @@ class StageRun:
         @functools.cache
         def shapes() -> tuple[Any, ...]:
             args, kwargs = pytree.tree_unflatten(frozen, structure)
-            return self.functions(call.unit, args, kwargs, call.output.known).leaves
+            return self._shape(call, args, kwargs).leaves
 
         return shapes
 
