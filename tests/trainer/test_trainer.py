@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 from transformers import Adafactor, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.optimization import AdafactorSchedule
+from trl.experimental.online_dpo import OnlineDPOTrainer
 
 import penstock
 from penstock.trainer.pipeline_trainer import PipelineTrainer, PipelineTrainerMixin
@@ -331,6 +332,12 @@ def test_arguments_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], 
 def test_trainers_without_an_adapter_are_refused_with_what_to_do(name: str) -> None:
     kind = type("Own", (PipelineTrainerMixin, getattr(trl, name)), {})
     with pytest.raises(ValueError, match=rf"{name}\.compute_loss .*loop of your own.*docs/your_own_loss\.md"):
+        kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
+
+
+def test_a_trainer_of_trl_that_makes_the_whole_step_itself_is_refused() -> None:
+    kind: Any = type("Own", (PipelineTrainerMixin, OnlineDPOTrainer), {})
+    with pytest.raises(ValueError, match=r"OnlineDPOTrainer\.training_step does not .* Penstock has no adapter"):
         kind(model=gpt2(), parallelism={"pipeline_parallel_size": 2})
 
 

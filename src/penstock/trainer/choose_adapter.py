@@ -41,11 +41,15 @@ def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
     its own.
 
     Raises:
-        ValueError: there is none for a class with a loss of its own; names it.
+        ValueError: there is none for a class with a loss of its own, or for one of TRL's with a whole step of its own;
+            names it.
     """
     above, below = _around(mixin, type(trainer).__mro__)
     owners = [cls for cls in (*above, *below) if "compute_loss" in vars(cls)]
     if (owner := owners[0]) is Trainer:
+        for cls in below:
+            if "training_step" in vars(cls) and cls.__module__.startswith("trl."):
+                raise not_over_pipelines(f"{cls.__name__}.training_step", NO_ADAPTER)
         return TrainerAdapter(trainer, owner)
     if owner in above:
         raise not_over_pipelines(f"{owner.__name__}.compute_loss", f"put {mixin.__name__} before the class that has it")
