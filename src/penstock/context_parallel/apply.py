@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from penstock.context_parallel.attention import KNOWN, Exchange, computing, connect
+from penstock.context_parallel.attention import KNOWN_ATTENTION, Exchange, computing, connect
 from penstock.context_parallel.sequence import SHIFTED, AttentionWay, SequencePart, cut_inputs, length_of
 from penstock.layout.layout import Layout
 from penstock.modeling.graph.loss import NUM_ITEMS, Criterion, CriterionError, LossRule
@@ -37,10 +37,10 @@ def refuse_model(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if kind not in (None, *KNOWN):
+        if kind not in (None, *KNOWN_ATTENTION):
             raise NotImplementedError(
                 f"context_parallel_size with attn_implementation {kind!r} ({name or type(model).__name__}), which "
-                f"takes no mask of a part: give the model one of {', '.join(map(repr, KNOWN))}"
+                f"takes no mask of a part: give the model one of {', '.join(map(repr, KNOWN_ATTENTION))}"
             )
 
 

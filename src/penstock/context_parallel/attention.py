@@ -36,7 +36,7 @@ from penstock.runtime.comm.gloo import wait_for_all, wait_for_transfer
 from penstock.runtime.failures.board import FailureBoard
 
 # The attention functions of transformers that take any mask, by their names.
-KNOWN = ("sdpa", "eager")
+KNOWN_ATTENTION = ("sdpa", "eager")
 
 
 class Exchange:
@@ -143,7 +143,7 @@ def _install() -> None:
     masking_utils.find_packed_sequence_indices = functools.partial(
         _note_packed, masking_utils.find_packed_sequence_indices
     )
-    for name in KNOWN:
+    for name in KNOWN_ATTENTION:
         ALL_MASK_ATTENTION_FUNCTIONS[name] = functools.partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[name])
 
 

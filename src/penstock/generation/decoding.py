@@ -44,7 +44,7 @@ from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import compare_plans
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.failures.board import PipelineFailure, after
+from penstock.runtime.failures.board import PipelineFailure, noting_on
 from penstock.runtime.failures.position import Among
 from penstock.runtime.formation import adopt_random_state
 
@@ -190,7 +190,7 @@ class Decoding:
             # An exchange that failed has closed the pipeline already.
             if self._board.failed is None:
                 if isinstance(error, Exception) and self._all_stopped_here():
-                    with after(error):
+                    with noting_on(error):
                         self._settle()
                 else:
                     self._board.abort(f"{type(error).__name__}: {error}")
@@ -297,7 +297,7 @@ class Decoding:
             spec = self.group.token
             ends_here = self._board.failed is not None or (self._turns is not None and self._turns.interrupted)
             if spec is not None and self.chooses_tokens and not ends_here and self._device.type == "cpu":
-                with after(error):
+                with noting_on(error):
                     self._give(torch.full(spec.shape, NO_TOKEN, dtype=spec.dtype))
             raise
 

@@ -70,9 +70,9 @@ class Way:
                 break
             rank -= len(pipeline.devices)
 
-        def of_removed(left: Sequence[HeldBytes]) -> float:
-            """The bytes of what `left` lacks."""
-            return memory.activations - memory_of_ranks(pipeline.schedule, left)[rank].activations
+        def of_removed(rest: Sequence[HeldBytes]) -> float:
+            """The bytes of what `rest` lacks."""
+            return memory.activations - memory_of_ranks(pipeline.schedule, rest)[rank].activations
 
         *below, last = pipeline.stages
         head = replace(last[-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0)

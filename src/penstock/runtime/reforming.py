@@ -24,7 +24,7 @@ from penstock.runtime.comm.gloo import wait_for_all
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.context import RankContext
 from penstock.runtime.engine import Engine
-from penstock.runtime.failures.board import FailureBoard, after
+from penstock.runtime.failures.board import FailureBoard, noting_on
 from penstock.runtime.formation import connect_ranks, job_board, new_job, start_engine
 from penstock.runtime.gradients.weight_gradients import uninstall
 from penstock.runtime.migration import FillValues, Migration
@@ -66,7 +66,7 @@ def change_layout(
             f"{place.tensor_parallel_rank} there and a tensor_parallel_size of {size} cannot be taken up: split a new "
             "model for it"
         )
-    engine.dissolve()
+    engine.dissolve()  # does nothing if the caller has, as it must where it has left the old world
     pipeline = layout.pipelines[place.pipeline]
     saved = engine.board.resume
     migration = Migration.of(engine) if migration is None else migration
@@ -154,7 +154,7 @@ def renewing(engine: Engine) -> Iterator[None]:
                 for parameter, was in before.items():
                     _share_change(parameter.detach(), was, context, context.groups.reduction[tied[parameter]])
         except BaseException as error:
-            with after(error):
+            with noting_on(error):
                 _take_stock(engine)
             raise
         _take_stock(engine)

@@ -26,7 +26,7 @@ from penstock.modeling.stage.split import SplitModel
 from penstock.runtime.boundary.boundaries import LOSS_DTYPE, Boundaries
 from penstock.runtime.comm.totals import StepFacts, Totals
 from penstock.runtime.context import RankContext
-from penstock.runtime.failures.board import PipelineFailure, after
+from penstock.runtime.failures.board import PipelineFailure, noting_on
 from penstock.runtime.failures.position import Among
 from penstock.runtime.gradients.gradients import Gradients, autocast_now, multiply_gradients
 from penstock.runtime.gradients.watch import GradientWatch
@@ -173,7 +173,7 @@ class TrainingStep:
                     board.check()
                 if not due.called or self._watch.sees_change():
                     fault = self._fault_of_body(due)
-                    with after(fault):  # the others get it as a failure of this rank
+                    with noting_on(fault):  # the others get it as a failure of this rank
                         self._run_to_the_end(due, due_backwards, str(fault))
                     raise fault
             self._finish()

@@ -40,7 +40,7 @@ class NamedSchedule:
         summary: what is special about it, in a few words.
         source: the paper that it is from.
         bubble: how long p ranks wait in a step of m microbatches, in words. F, B and W are a rank's times for one.
-        held: how many microbatches rank r holds at most, in words.
+        held: how many microbatches rank r holds at most, in words: those of each of its stages, divided by its stages.
         live: the same, from the number of ranks, r and the number of microbatches; None: counted in the actions, which
             takes the planner longer.
         planned: whether the planner tries it. Not if another one takes as long and holds less.

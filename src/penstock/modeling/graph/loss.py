@@ -97,7 +97,7 @@ class LossTerm:
     """One mean that enters the loss.
 
     Its `kind` is `"tokens"` (valid elements of an input), `"positions"` (elements that point into the sequence),
-    `"samples"`, or `"sum"` (no mean: what microbatches give adds up).
+    `"samples"` (each counts once, whatever its value is made of), or `"sum"` (no mean: what microbatches give adds up).
     """
 
     kind: str

@@ -221,7 +221,8 @@ def trace(
 
 
 def _numbers_matter(flow: DataFlow, again: Callable[[], Any]) -> bool:
-    """Whether operations are given other numbers where Python reads others, and does not only print them."""
+    """Whether operations are given other numbers where Python reads others, and does not only print them. `again`:
+    follows the forward once more, where Python reads every number 1 greater."""
     try:
         recorder, *_ = again()
     except Exception:  # whatever the model's code says of them
@@ -240,7 +241,8 @@ def _follow(
     inputs: Mapping[str, Any],
     shift: float = 0.0,
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
-    """One forward, followed: what was noted of it and of its losses, from what it draws, its output and its loss."""
+    """One forward, followed: what was noted of it and of its losses, from what it draws, its output and its loss.
+    `shift` is added to each number that Python reads of what units return."""
     homes = names_in_units(model, functions.units)
     with (
         torch.inference_mode(False),

@@ -406,7 +406,7 @@ class FailureBoard:
 
 
 @contextlib.contextmanager
-def after(error: BaseException) -> Iterator[None]:
+def noting_on(error: BaseException) -> Iterator[None]:
     """Around what is still to be done after `error`, which is to be raised: what else fails in here is a note on it. A
     failure of the pipeline is no further fault: `error` is what failed first, or the board tells of another one."""
     try:

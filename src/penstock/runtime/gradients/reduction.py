@@ -272,7 +272,7 @@ class Bucket:
         self._flat, self._views, self._presence = None, [], None
 
     def launch(self, group: dist.ProcessGroup, rank: int) -> None:
-        """Move the gradients in and start their sum; where that is not wanted, drop them."""
+        """Move the gradients in and start their sum, which this rank's become, or, if it is no keeper, drop its own."""
         flat, views, presence = self._buffer()
         presence.fill_(1)
         self._absent = []
