@@ -67,6 +67,13 @@ def test_a_failure_on_one_rank_is_one_on_all(pool: Pool, where: int, killed: boo
         assert took < 10
 
 
+def test_a_path_that_one_rank_takes_alone_is_named_on_all(pool: Pool) -> None:
+    """It compares its new plan with the others, which do not: theirs is known."""
+    for error in pool.run(3, ranks.another_path, 1, outcomes=True):
+        assert error.startswith("PipelineFailure: ") and "this can never end" in error, error
+        assert "while comparing arguments" in error
+
+
 @pytest.mark.parametrize(
     ("interrupted", "group", "schedule"),
     [([1], 0, "1f1b"), ([2], 2, "1f1b"), ([0, 1, 2], 1, "1f1b"), ([0], 1, "zb-v")],

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import EncoderDecoderCache, QuantizedCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -385,6 +385,29 @@ def failing(where: int, killed: bool, groups: bool, schedule: str) -> tuple[str,
     return outcome(lambda: model.generate(**generate)), group_threads(), time.monotonic() - start
 
 
+class TwoPaths(GPT2LMHeadModel):
+    """Runs its last block once more where `again` says so."""
+
+    again = False
+
+    def forward(self, input_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+        output = super().forward(input_ids, **arguments)
+        if self.again:
+            once_more = self.lm_head(self.transformer.h[-1](self.transformer.wte(input_ids)))
+            output.logits = output.logits + once_more[:, -1:]
+        return output
+
+
+def another_path(where: int) -> str:
+    """The error of a generation whose forwards take another path on one rank, after one in which all were alike."""
+    model = build("gpt2")
+    model.__class__ = TwoPaths
+    model = parallel(model, 3, "1f1b")
+    model.generate(**prompt("gpt2"), **GREEDY)
+    model.again, model.pipeline.board.patience = rank() == where, 0.5
+    return outcome(lambda: model.generate(**prompt("gpt2"), **GREEDY))
+
+
 def interrupted(ranks: list[int], group: int, schedule: str) -> tuple[list[str], list[str], float]:
     """Ctrl-C in a group's turn on some ranks: this call's error and the next one's, threads left, and seconds."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -431,7 +454,7 @@ def between_steps() -> tuple[float, torch.Tensor, float]:
     return before, tokens, sum(run_step(model, inputs))
 
 
-KINDS = ("processor", "embeddings", "assistant", "lookup", "autocast", "precision of the engine")
+KINDS = ("processor", "embeddings", "assistant", "lookup", "autocast", "precision", "precision with an encoder")
 
 
 def custom() -> list[Any]:
@@ -439,10 +462,11 @@ def custom() -> list[Any]:
     unsplit model where there are no ranks."""
     found = []
     for kind in KINDS:
-        halves = kind in ("autocast", "precision of the engine")
-        model: Any = build("llama", dtype=torch.float32 if halves else None)
+        by_engine = kind.startswith("precision")
+        halves, family = kind == "autocast" or by_engine, "t5" if "encoder" in kind else "llama"
+        model: Any = build(family, dtype=torch.float32 if halves else None)
         model = parallel(model) if rank() >= 0 else model
-        inputs, options = prompt("llama"), dict(GREEDY)
+        inputs, options = prompt(family), dict(GREEDY)
         if kind == "processor":
             options["logits_processor"] = LogitsProcessorList([Favour()])
         elif kind == "embeddings":
@@ -453,8 +477,10 @@ def custom() -> list[Any]:
         elif kind == "lookup":
             inputs = {name: value[:1].repeat(1, 2) for name, value in inputs.items()}
             options |= {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
-        if by_engine := kind == "precision of the engine" and rank() >= 0:
+        if by_engine and rank() >= 0:
             model.pipeline.autocast = torch.bfloat16
+        elif by_engine:  # as accelerate has it
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         with torch.autocast("cpu", torch.bfloat16, enabled=halves and not by_engine):
             result = model.generate(**inputs, **options, output_logits=halves, return_dict_in_generate=halves)
         found.append(torch.stack(result.logits) if halves else result)

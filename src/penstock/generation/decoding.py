@@ -47,6 +47,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, noting_on
 from penstock.runtime.failures.position import Among
 from penstock.runtime.formation import adopt_random_state
+from penstock.runtime.gradients.gradients import autocast
 
 T = TypeVar("T")
 
@@ -67,7 +68,11 @@ def decoding_of(engine: Engine) -> Decoding:
 
 def _new(engine: Engine) -> Decoding:
     return Decoding(
-        engine.context, engine.split, engine.channels, partial(engine.together, Call.GENERATE, among=Among.PIPELINE)
+        engine.context,
+        engine.split,
+        engine.channels,
+        partial(engine.together, Call.GENERATE, among=Among.PIPELINE),
+        lambda: autocast(engine.device, engine.autocast),
     )
 
 
@@ -118,6 +123,8 @@ class Decoding:
 
     Args:
         begin: gives a context in which all ranks of the pipeline have agreed to generate.
+        autocast: gives the context in which the model's own forward runs. As in a Trainer, that is all it is for: of an
+            encoder that generate() calls by itself it is not, nor of a user's processor.
 
     Attributes:
         ranks: those of the pipeline, in pipeline order; all that share a stage's weights too.
@@ -135,6 +142,7 @@ class Decoding:
         split: SplitModel,
         channels: P2PChannels,
         begin: Callable[[], AbstractContextManager[Any]],
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.rank, self.ranks = context.rank, context.pipeline_ranks
         self.logged_reasons: set[str] = set()
@@ -152,12 +160,12 @@ class Decoding:
         self._channels = channels
         self._results = series_of_results(self._channels, context)
         self._forwards = SingleForwards(context, split, channels)
-        self._begin = begin
+        self._begin, self._autocast = begin, autocast
         self._turns: Turns | None = None
         self._clock = Clock.of(context.pipeline, 1)
         self._num_sessions = 0
-        # The checksums of plans that all ranks have alike. Digests would not do: they also tell apart what one rank
-        # alone sees, which would compare where the others do not.
+        # The checksums of plans that all ranks have alike. One that is new on some ranks alone is an error there: they
+        # compare it where the others do not, which the watcher finds.
         self._compared: set[int] = set()
         self._board.on_close(self._results.clear)
         # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
@@ -283,6 +291,8 @@ class Decoding:
     def _exchange(self, doing: str) -> Iterator[None]:
         """Around communication: an error in here is an error on every rank, as the others wait for this one."""
         self.exchanges += 1
+        if self._turns is None:  # groups' exchanges come in an order of each rank's own
+            self._board.position.begin_part(doing)
         with self._board.guard(doing, self.ranks):
             yield
 
@@ -338,7 +348,12 @@ class Decoding:
             stage's only, and `tokens` is due on every rank: `ExchangeTokens` (`choosing.py`) calls it. A cache in the
             output holds the rank's own layers.
         """
-        inputs = inputs if call is not None else {**self._switched_off, **inputs}
+        if call is not None:
+            return self._forward(inputs, call)
+        with self._autocast():
+            return self._forward({**self._switched_off, **inputs})
+
+    def _forward(self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None) -> Any:
         tokens_only = self.group.tokens_only and call is None
         plan = self._plan(inputs, call)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)

@@ -32,7 +32,6 @@ from penstock.modeling.graph.loss import Criterion, loss_by
 from penstock.modeling.instrumentation import OnAnotherStage, calls_redirected
 from penstock.modeling.placeholders.caches import decoder_part, past_length
 from penstock.modeling.stage.outputs import output_with_loss
-from penstock.runtime.gradients.gradients import autocast
 from penstock.runtime.inputs import refuse_tuples
 
 # Arguments in which the ranks may differ.
@@ -70,11 +69,7 @@ def generate(
     decoding = decoding_of(engine)
     if decoding.running:  # called by a generate() that goes on: long-form Whisper, token healing
         return original(*args, **kwargs)
-    with (
-        autocast(engine.device, engine.autocast),
-        decoding.session(),
-        calls_redirected(model, decoding.forward),
-    ):
+    with decoding.session(), calls_redirected(model, decoding.forward):
         arguments = _named_arguments(inspect.signature(original), args, kwargs)
         options = {"generation_groups": generation_groups, "stream_on_all_ranks": bool(stream_on_all_ranks)}
         (any_streamer, is_first), any_criteria = _compare(arguments, options, decoding)
@@ -110,7 +105,7 @@ def evaluate_with_cache(model: Any, inputs: Mapping[str, Any], criterion: Criter
         )
     inputs, decoding = to_device(inputs, engine.device), decoding_of(engine)
     refuse_tuples(model, [inputs])
-    with autocast(engine.device, engine.autocast), decoding.session():
+    with decoding.session():
         _compare(inputs, {}, decoding, f"{type(model).__name__} with a cache")
         _refuse_quantised_cache(inputs)
         decoding.every_position = True

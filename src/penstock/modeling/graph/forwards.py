@@ -141,7 +141,7 @@ class Forwards:
         found: list[tuple[str, Any]] = []
         for prefix, module in self._outside.items():
             for name, value in vars(module).items():
-                if isinstance(value, _PLAIN_VALUES):
+                if issubclass(type(value), _PLAIN_VALUES):  # not isinstance, which may run a configuration's code
                     full = f"{prefix}.{name}" if prefix else name
                     if full not in self._changing:
                         found.append((full, value))

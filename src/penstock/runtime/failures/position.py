@@ -82,6 +82,7 @@ class Position:
         self._num_calls = [0 for _ in Among]
         self._detail: Progress | None = None
         self._inside = False
+        self._name = ""
         # Which part of the call is being done, where that says more than the call's name.
         self._doing = ""
         self._thread = threading.get_ident()
@@ -91,7 +92,7 @@ class Position:
         # In one piece, as the watcher may read at any moment.
         self._calls.append(CallRecord(name, self._num_calls[: among + 1]))
         self._num_calls = [number + (kind <= among) for kind, number in enumerate(self._num_calls)]
-        self._detail, self._inside, self._doing = detail, True, ""
+        self._detail, self._inside, self._name, self._doing = detail, True, name, ""
         self._thread = threading.get_ident()
 
     def retract(self) -> None:
@@ -120,6 +121,11 @@ class Position:
         finally:
             self.leave()
 
+    def begin_part(self, name: str) -> None:
+        """A part of the call begins that this pipeline's ranks make alike, in one order: it is compared as a call."""
+        self._calls.append(CallRecord(name, self._num_calls[:1]))
+        self._num_calls[Among.PIPELINE] += 1
+
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Around a part of a call; an error in it leaves the name behind, until the next call."""
@@ -132,9 +138,9 @@ class Position:
     def words(self) -> str:
         """Where the main thread is, for a reader."""
         detail, inside, doing = self._detail, self._inside, self._doing
-        if inside and self._calls:
+        if inside:
             place = f" {detail.place}" if detail is not None else ""
-            return self._calls[-1].name + place + (f", while {doing}" if doing else "")
+            return self._name + place + (f", while {doing}" if doing else "")
         return f"its own program{self._program_line()}"
 
     def mark(self) -> tuple[int, bool, int]:
