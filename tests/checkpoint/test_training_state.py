@@ -162,6 +162,30 @@ def by_layer(model: torch.nn.Module, layers: int, on_all: bool) -> torch.optim.O
     return torch.optim.SGD([group for group in groups if on_all or group["params"]])
 
 
+class Counting(torch.optim.SGD):
+    """Counts the steps of each group that has parameters, as DeepSpeed's FusedAdam does."""
+
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        super().step()
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+
+
+def test_what_an_optimizer_keeps_in_groups_with_parameters_alone_is_saved(tmp_path) -> None:
+    """The first rank, whose groups are saved, has no parameters of the second."""
+    run, layers = Run(split_copies(gpt2(1), 2)), gpt2(1).config.n_layer
+    run.optimizers = [Counting(by_layer(model, layers, on_all=True).param_groups) for model in run.models]
+    for optimizer in run.optimizers:
+        optimizer.step()
+    run.save(tmp_path)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    run.load(tmp_path)
+    for optimizer in run.optimizers:
+        assert [group["step"] for group in optimizer.param_groups] == [1] * layers
+
+
 def test_groups_that_are_not_the_same_on_all_ranks_are_refused_by_name(tmp_path) -> None:
     """A rank that has the second layer only would go on with the rate of the first."""
     run, layers = Run(split_copies(gpt2(1), 2)), gpt2(1).config.n_layer

@@ -67,7 +67,7 @@ class SavingReport:
     metadata: dict[str, str] = field(default_factory=dict)
     members: list[list[str]] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    settings: list[dict[str, str]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
 
 
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:

@@ -54,7 +54,7 @@ from penstock.checkpoint.manifest import (
     weight_file_names,
 )
 from penstock.checkpoint.model_state import MARK, as_values, held_state, own_name
-from penstock.checkpoint.optimizer_state import OptimizerState, described_groups, refuse_unlike_groups
+from penstock.checkpoint.optimizer_state import OptimizerState, completed_groups, described_groups, refuse_unlike_groups
 from penstock.checkpoint.ranks import SavingRank
 from penstock.checkpoint.staging import Replacement, read_index, write_index
 from penstock.checkpoint.tensors import DTYPES, TensorInfo, first_of_tied, of_run, outline, tied_groups, to_cpu
@@ -316,8 +316,10 @@ class ParallelFormat(SaveFormat):
     def plan(self, reports: Sequence[SavingReport], rank: int) -> list[FileSpec]:
         leader, files, parts = writers_of(reports)[0], list[FileSpec](), self._to_write(reports, rank)
         if self.training_state is not None:
-            refuse_unlike_groups([report.settings for report in reports])
-            data = partial(common_content, self.training_state, self._optimizer.groups, reports)
+            settings = [report.settings for report in reports]
+            refuse_unlike_groups(settings)
+            groups = completed_groups(self._optimizer.groups, settings)
+            data = partial(common_content, self.training_state, groups, reports)
             files.append(FileSpec(common_file_name(self.options.variant), leader, part=TRAINING, data=data))
             # The leader has the states of all ranks' random generators in its file.
             self.given = {random_key(rank): self._random}

@@ -108,12 +108,12 @@ def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
     return state
 
 
-def described_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The settings of an optimizer's groups, as texts to compare: without a rate that a scheduler makes of another
-    setting, or that Adafactor does not use."""
+def described_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups, to compare: numbers, and texts of all else; without a rate that a
+    scheduler makes of another setting, or that Adafactor does not use."""
     return [
         {
-            key: str(value.tolist() if isinstance(value, torch.Tensor) else value)
+            key: value if type(value) in (int, float) else str(getattr(value, "tolist", lambda value=value: value)())
             for key, value in group.items()
             if key != "lr" or not ("initial_lr" in group or group.get("relative_step"))
         }
@@ -121,19 +121,20 @@ def described_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
     ]
 
 
-def refuse_unlike_groups(by_rank: Sequence[Sequence[Mapping[str, str]]]) -> None:
+def refuse_unlike_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Raise CheckpointMismatch if ranks have other groups than the first: a checkpoint has the settings of its groups,
-    and one state of a scheduler, for all ranks. `by_rank`: see `described_groups`."""
+    and one state of a scheduler, for all ranks. What some ranks alone have is no difference: an optimizer may set it
+    where a group has parameters, as DeepSpeed's does its number of steps. `by_rank`: see `described_groups`."""
     first = by_rank[0]
     for rank, groups in enumerate(by_rank):
         if len(groups) != len(first):
             found = f"rank 0 has {len(first)}, rank {rank} has {len(groups)}"
         else:
             unlike = [
-                f"in group {number} rank 0 has {key}={theirs.get(key)}, rank {rank} has {key}={mine.get(key)}"
+                f"in group {number} rank 0 has {key}={theirs[key]}, rank {rank} has {key}={mine[key]}"
                 for number, (theirs, mine) in enumerate(zip(first, groups, strict=True))
-                for key in {**theirs, **mine}
-                if theirs.get(key) != mine.get(key)
+                for key in theirs.keys() & mine.keys()
+                if str(theirs[key]) != str(mine[key])
             ]
             if not unlike:
                 continue
@@ -142,6 +143,18 @@ def refuse_unlike_groups(by_rank: Sequence[Sequence[Mapping[str, str]]]) -> None
             f"the optimizers' parameter groups differ: {found}. A checkpoint has one list of groups for all ranks: "
             "make the same groups on every rank, in this order, with an empty list where a rank has no such parameters"
         )
+
+
+def completed_groups(
+    groups: Sequence[Mapping[str, Any]], by_rank: Iterable[Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """An optimizer's groups with the numbers that it has on other ranks alone; see `refuse_unlike_groups`."""
+    completed = [dict(group) for group in groups]
+    for theirs in by_rank:
+        for group, settings in zip(completed, theirs, strict=False):
+            numbers = {key: value for key, value in settings.items() if isinstance(value, (int, float))}
+            group.update({key: value for key, value in numbers.items() if key not in group})
+    return completed
 
 
 def restore_optimizer(

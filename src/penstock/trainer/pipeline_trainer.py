@@ -156,7 +156,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         super().create_accelerator_and_postprocess()
         if self.args.gradient_checkpointing and self.pipelines.parallelises:
             # As `train` does, which gives it its arguments; the default schedule depends on it.
-            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+            renamed = "activation_checkpointing_enable"
+            getattr(self.model, renamed if hasattr(self.model, renamed) else "gradient_checkpointing_enable")()
         self.pipelines.build()
 
     def _refuse_arguments(self) -> None:
