@@ -35,6 +35,7 @@ from penstock.modeling.libraries import base_of
 from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.comm.settings import bits_of, float_of
+from penstock.runtime.engine import Engine
 from penstock.trainer.choose_adapter import adapter_of
 from penstock.trainer.decisions import CommonDecisions
 from penstock.trainer.pipelines import EqualPipelines, Pipelines
@@ -98,6 +99,10 @@ def wraps_trainer_method(ours: Callable[..., Any]) -> Any:
         return ours(self, partial(original, self, *args), *args)
 
     return replaces_trainer_method(around_original)
+
+
+def _num_parameters_without_embeddings(engine: Engine) -> int:
+    return num_parameters_of_whole(engine.split.model, only_trainable=False, exclude_embeddings=True)
 
 
 class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without types
@@ -302,7 +307,8 @@ class PipelineTrainerMixin(Trainer):  # type: ignore[misc]  # a library without 
         if not isinstance(base, PipelinePreTrainedModel):
             with shown_whole(self.model):
                 return own()
-        with mock.patch.object(self.model, "num_parameters", partial(base.num_parameters, whole=True)):
+        number = base.pipeline.of_formation(_num_parameters_without_embeddings)  # the same for every batch
+        with mock.patch.object(self.model, "num_parameters", lambda exclude_embeddings: number):
             return own()
 
     def get_num_trainable_parameters(self) -> int:
