@@ -16,7 +16,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.context_parallel.apply import USUAL_POSITIONS, ContextParallel
 from penstock.context_parallel.sequence import Cut, SequencePart
+from penstock.modeling.graph.attributes import Attributes
 from penstock.modeling.libraries import configuration_of
+from penstock.modeling.placeholders.ghosts import shown_whole
 from penstock.runtime.comm.exchange import Ranks
 from penstock.runtime.engine import Engine
 from penstock.runtime.evaluation import evaluate
@@ -88,18 +90,17 @@ def _first_of_all(engine: Engine, mine: int | None) -> int | None:
 
 @contextmanager
 def _tables_as_they_were(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards, tables of positions that grow with the longest sequence (dynamic RoPE) do not know of those tried."""
-    modules = [module for module in model.modules() if next(module.parameters(), None) is None]
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    """Afterwards, tables of positions that grow with the longest sequence (dynamic RoPE) do not know of those tried, if
+    they are in modules without weights."""
+    with shown_whole(model):
+        tables = {name: each for name, each in model.named_modules() if next(each.parameters(), None) is None}
+    attributes, buffers = Attributes(tables), [(each, dict(each._buffers)) for each in tables.values()]
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
-            for name in vars(module).keys() - attributes.keys():
-                delattr(module, name)
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        attributes.set_back()
+        for module, before in buffers:
+            module._buffers.update(before)
 
 
 @contextmanager
