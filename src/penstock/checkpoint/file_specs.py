@@ -52,8 +52,8 @@ class SavingReport:
 
     Attributes:
         holdings: the tensors that it can give.
-        candidates: where each tensor is written once, or by a rank of another pipeline than the first: the names of
-            those that this rank writes unless a rank before it does.
+        candidates: names of tensors that this rank writes unless a rank before it does; none where each rank writes its
+            own, but for ranks of other pipelines than the first.
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.
@@ -134,7 +134,7 @@ class SaveFormat:
         return [type(self).__name__, options.safe_serialization, options.variant, *split_by]
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
-        """Look at what this rank holds. The leader writes the small files to `folder`."""
+        """Look at what this rank holds. A subclass may let the leader write small files to `folder`."""
         if place.is_writer:
             self.given = held_state(self.model, self.options.state_dict)
         return SavingReport(place, holdings=describe_holdings(self.model, self.given))

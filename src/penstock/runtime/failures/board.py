@@ -1,8 +1,9 @@
 """A failure on one rank becomes, within seconds, an error on every rank that names the rank and its cause.
 
-The first rank to fail writes its cause in the job's store, tells the others' watchers, and ends everything under way in
-its process groups. A watcher that hears of a failure, or sees a rank's process end, does the same on its rank, so that
-a main thread that waits wakes with an error, whatever it waits for. Nobody waits for the process group's timeout.
+The first rank that fails, or learns of a death, writes the cause in the job's store, tells the others' watchers, and
+ends everything under way in its process groups. A watcher that hears of a failure, or sees a rank's process end, does
+the same on its rank, so that a main thread that waits wakes with an error, whatever it waits for. Nobody waits for the
+process group's timeout.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class FailureBoard:
     def hear_of_losses(self) -> None:
         """The watcher has learned something of the ranks."""
         if self._first is None and self.lost:
-            self.fail("saw its connection close", suspects=sorted(self.lost))
+            self.fail("learned that its connection has closed", suspects=sorted(self.lost))
         elif self._first is not None:
             self._compose()
 
