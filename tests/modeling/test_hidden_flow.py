@@ -13,6 +13,7 @@ from torch.nn import functional
 import penstock
 from penstock.modeling.graph.units import list_units
 from tests.support.pool import Pool
+from tests.support.stage_driver import split
 from tests.support.training import EXACT, assert_same_gradients, gradients_of
 
 WIDTH, ROWS = 4, 6
@@ -213,6 +214,95 @@ def test_what_a_unit_leaves_for_another_stage_is_refused_by_name_on_all_ranks(
     for outcome in pool.run(2, refused, where, outcomes=True):
         assert isinstance(outcome, NotImplementedError)
         assert words in str(outcome)
+
+
+class Ends(nn.Module):
+    """Four blocks, of which one gives something beside its result, and what is made of both at the end."""
+
+    def __init__(self, place: int, block: nn.Module, end: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[place], self.place, self.end = block, place, end
+        self.dummy_inputs = inputs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for block in self.blocks:
+            x = block(x, total) if isinstance(block, Adds) else block(x)
+        return self.end(self.blocks[self.place], x) + total
+
+
+class Adds(Block):
+    """Adds to an argument."""
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = super().forward(x)
+        total.add_(hidden.square().sum())
+        return hidden
+
+
+class Sums(Leaves):
+    """Leaves a sum over the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = Block.forward(self, x)
+        if self.where == "attribute":
+            self.penalty = hidden.square().sum()  # type: ignore[assignment]
+        else:
+            STORE["penalty"] = hidden.square().sum()
+        return hidden
+
+
+def left_by(block: Any) -> torch.Tensor:
+    penalty: torch.Tensor = block.penalty if block.where == "attribute" else STORE["penalty"]
+    return penalty
+
+
+def loss_of(block: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.square().mean()
+
+
+# What Python does with what a unit has left behind, or changed.
+READ: dict[str, Callable[[], nn.Module]] = {
+    "a condition": lambda: Ends(
+        0, Leaves("attribute", None), lambda block, x: loss_of(block, 2 * x if float(block.penalty) > 0 else x)
+    ),
+    "a factor": lambda: Ends(
+        0, Sums("attribute", None), lambda block, x: loss_of(block, x) * (1 + float(block.penalty))
+    ),
+    "of a variable": lambda: Ends(
+        0, Sums("variable", None), lambda block, x: loss_of(block, x) * (1 + left_by(block).item())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_python_reads_of_what_a_unit_of_another_stage_leaves_is_refused_by_name(name: str) -> None:
+    for rank in split(READ[name]().double(), 2):
+        with pytest.raises(
+            NotImplementedError, match=r"depends on values computed by blocks\.0, which not every stage"
+        ):
+            rank.plan(inputs())
+
+
+# Of the last stage: its penalty is a sum over the microbatch, beside a mean.
+UNSEEN: dict[str, Callable[[], nn.Module]] = {
+    "an attribute": lambda: Ends(3, Sums("attribute", None), lambda block, x: loss_of(block, x) + left_by(block)),
+    "a variable": lambda: Ends(3, Sums("variable", None), lambda block, x: loss_of(block, x) + left_by(block)),
+    "an argument": lambda: Ends(3, Adds(), loss_of),
+    "an attribute, read": lambda: Ends(
+        3, Leaves("attribute", None), lambda block, x: loss_of(block, x) * (1 + float(block.penalty))
+    ),
+    "an attribute, compared": lambda: Ends(
+        3, Leaves("attribute", None), lambda block, x: loss_of(block, x) * (2 if float(block.penalty) > 0.5 else 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_loss_by_what_a_unit_leaves_beside_its_result_is_said_not_to_be_exact(name: str) -> None:
+    rule = split(UNSEEN[name]().double(), 2)[0].plan(inputs()).loss
+    assert rule is not None and not rule.exact
 
 
 class Calls(Block):

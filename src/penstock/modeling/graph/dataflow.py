@@ -81,7 +81,9 @@ class LeftTensor:
     where: str = ""
 
 
-Source = Value | NamedValue | ChangedTensor | LeftTensor
+# What units compute.
+Computed = Value | ChangedTensor | LeftTensor
+Source = Computed | NamedValue
 Sources = frozenset[Source]
 NOTHING: Sources = frozenset()
 
@@ -92,14 +94,14 @@ class DataFlow(TorchDispatchMode):
     Attributes:
         paused: operations are not followed (a unit's shape function, say).
         observer: sees what this mode does not, and pauses with it.
-        controls: for every time a unit's value or a random number decided what Python does next, what `position()`
-            returned then, and the value's sources.
+        controls: for every time that Python read what a unit has computed, or a random number, by which it may decide
+            what to do next, what `position()` returned then, and the sources of what it read.
         asks_inputs: whether values of the arguments alone were asked for.
         asks_known: whether these were, or values that depend on nothing, such as positions counted from 0.
         written, written_inputs: values changed in place after their unit returned them, and arguments changed in place.
-        asks_number: whether Python has asked for a fraction that depends on what units return; `numbers`: those that
-            operations were given since then; `shift`: what is added to each that Python asks for.
         record: the operations on what depends on the arguments.
+        noise: how large the numbers are that stand for what units compute. Zeros do for nearly everything.
+        num_operations, most_operations: those so far, and with how many more `TakesLonger` is raised.
     """
 
     def __init__(self, position: Callable[[], int], seen: TraceFacts | None = None) -> None:
@@ -108,9 +110,9 @@ class DataFlow(TorchDispatchMode):
         self.paused = False
         self.observer: ReadObserver | None = None
         self.controls: list[tuple[int, Sources]] = []
-        self.asks_inputs = self.asks_known = self.asks_number = False
-        self.shift = 0.0
-        self.numbers: list[float] = []
+        self.asks_inputs = self.asks_known = False
+        self.noise = 0.0
+        self.num_operations, self.most_operations = 0, math.inf
         self.written: set[Value] = set()
         self.written_inputs: set[str] = set()
         self.record = OperationRecord()
@@ -121,16 +123,30 @@ class DataFlow(TorchDispatchMode):
         # A weak reference keeps the storage's address from being used again, but not its memory.
         self._references: dict[int, StorageWeakRef] = {}
         self._hollow: set[int] = set()
+        self._num_noisy = 0
 
     def stand_in(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-        """Zeros in place of a value; a large one occupies a single element, and what is computed from it as well."""
-        if math.prod(spec.shape) <= MOST_ELEMENTS:
-            return spec.zeros(device)
-        tensor = spec.expanded_zeros(device)
-        storage = storage_of(tensor)
-        self._references[storage._cdata] = StorageWeakRef(storage)
-        self._hollow.add(storage._cdata)
-        return tensor
+        """Zeros, or `noise`, in place of a value; a large one occupies a single element, and what is computed from it
+        as well."""
+        is_large = math.prod(spec.shape) > MOST_ELEMENTS
+        tensor = (spec._replace(shape=()) if is_large else spec).zeros(device)
+        if self.noise:
+            self._make_noise(tensor)
+        if is_large:
+            storage = storage_of(tensor)
+            self._references[storage._cdata] = StorageWeakRef(storage)
+            self._hollow.add(storage._cdata)
+        return tensor.expand(spec.shape)
+
+    def _make_noise(self, tensor: torch.Tensor) -> None:
+        """Fill a tensor with numbers that no other one has, the same on all ranks; of whole ones with 0 or 1."""
+        if not tensor.is_floating_point():
+            tensor.fill_(self.noise > 0)
+            return
+        waves = (torch.arange(tensor.numel(), device=tensor.device) + self._num_noisy).sin()
+        self._num_noisy += tensor.numel()
+        most = torch.finfo(tensor.dtype).max ** 0.5  # of which the square is a number, too
+        tensor.copy_(waves.mul(max(-most, min(self.noise, most))).view(tensor.shape))
 
     def is_hollow(self, tree: Any) -> bool:
         return bool(self._hollow) and any(storage_of(t)._cdata in self._hollow for t in _tensors(tree))
@@ -164,10 +180,19 @@ class DataFlow(TorchDispatchMode):
             self._references[key] = StorageWeakRef(storage)
         self._marks[key] = self._marks.get(key, NOTHING) | frozenset(sources)
 
-    def mark_value(self, tensor: torch.Tensor, value: Value) -> None:
-        self.mark(tensor, (value,))
-        self._values[storage_of(tensor)._cdata] = value
+    def mark_computed(self, tensor: torch.Tensor, source: Computed) -> None:
+        """Mark a tensor that a unit has computed."""
+        self.mark(tensor, (source,))
         self.record.begin(tensor, of_unit=True)
+        if isinstance(source, Value):
+            self._values[storage_of(tensor)._cdata] = source
+
+    def mark_changed(self, tensor: torch.Tensor, source: ChangedTensor) -> None:
+        """Mark an argument that a unit has changed in place."""
+        self.note_write(tensor)
+        self.mark_computed(tensor, source)
+        if self.noise and not self.is_hollow(tensor):
+            tensor.copy_(self.stand_in(TensorSpec.shape_of(tensor), tensor.device))
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:
         self.mark(tensor, (ForwardArgument(name),))
@@ -182,11 +207,11 @@ class DataFlow(TorchDispatchMode):
             self.written_inputs.add(self._inputs[key])
 
     def note_control(self, sources: Sources) -> None:
-        """Note that a value of these sources decides what Python does next."""
+        """Note that Python reads a value of these sources, which may decide what it does next."""
         if all(isinstance(source, ForwardArgument) for source in sources):
             self.asks_known = True
             self.asks_inputs |= bool(sources)
-        if any(isinstance(source, (Value, RandomDraw)) for source in sources):
+        if any(isinstance(source, Computed | RandomDraw) for source in sources):
             self.controls.append((self._position(), sources))
 
     @contextmanager
@@ -205,6 +230,9 @@ class DataFlow(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
+        self.num_operations += 1
+        if self.num_operations > self.most_operations:
+            raise TakesLonger
         self._seen.note(func, args, kwargs)
         sources = self.sources((args, kwargs))
         # The first by name, so that all ranks find the same.
@@ -212,15 +240,13 @@ class DataFlow(TorchDispatchMode):
         if leaked is not None:
             raise ReachedInside(leaked)
         if any(isinstance(source, LeftTensor) for source in sources):  # of a unit's run on meta tensors
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _real, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._real, (args, kwargs))
         selectors, asks = _selectors(func, args), torch.Tag.data_dependent_output in func.tags
         output = self._run(func, args, kwargs, asks or bool(selectors))
         if asks:
             self.note_control(sources)
             if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
                 self.record.ask(args[0])
-            elif args[0].is_floating_point() and any(isinstance(source, Value) for source in sources):
-                self.asks_number, output = True, output + self.shift
         if draws(func, args, kwargs):
             sources |= {RandomDraw(str(func))}
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
@@ -234,13 +260,23 @@ class DataFlow(TorchDispatchMode):
                 if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
                     self.note_write(argument)
         if sources:
-            if self.asks_number:
-                self.numbers += [each for each in (*args, *kwargs.values()) if isinstance(each, float)]
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self.mark(tensor, sources)
-            self.record.note(func, args, kwargs, output, chosen=bool(selectors))
+            self.record.note(func, args, kwargs, output, bool(selectors), with_number=bool(self.controls))
         return output
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor of a unit's run on meta tensors."""
+        if not tensor.is_meta:
+            return tensor
+        made = self.stand_in(TensorSpec.shape_of(tensor), torch.device("cpu"))
+        self.record.begin(made, of_unit=True)
+        return made
+
+
+class TakesLonger(Exception):
+    """A forward does more operations than it was allowed."""
 
 
 class ReachedInside(Exception):
@@ -287,10 +323,6 @@ class ReadObserver(TorchFunctionMode):
         if not self._flow.paused and func in self._observers:
             self._observers[func](func, args, kwargs, result)
         return result
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def on_meta(tree: Any) -> Any:

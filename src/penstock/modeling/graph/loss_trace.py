@@ -100,6 +100,7 @@ class LossTrace:
             return
         with self._flow.pause():
             call = self._recognise(func.__name__, given)
+        self._flow.record.use((args, kwargs))
         self._flow.record.begin(result, call=len(self._calls), is_sum=given["reduction"] == "sum")
         self._calls.append(call)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.modeling.graph.dataflow import ChangedTensor, LeftTensor, RandomDraw, Sources, Value
+from penstock.modeling.graph.dataflow import ChangedTensor, Computed, LeftTensor, RandomDraw, Sources, Value
 from penstock.modeling.graph.shapes import OutputShape
 from penstock.modeling.graph.trace import ForwardFacts, Trace
 from penstock.modeling.tensor_spec import TensorSpec
@@ -153,10 +153,11 @@ def _refuse_control(trace: Trace, stages: Mapping[tuple[str, int], int], last_ca
             raise NotImplementedError(
                 "its code takes a random path in training, such as skipping whole layers: set its layerdrop to 0"
             )
-        producing = {stages[value.unit, value.call] for value in _values(sources)}
+        computed = [source for source in sources if isinstance(source, Computed)]
+        producing = {stages[source.unit, source.call] for source in computed}
         still_running = {stage for stage, last_call in enumerate(last_calls) if last_call >= position} | {last}
         if producing and (len(still_running) > 1 or producing != still_running):
-            names = ", ".join(sorted({value.unit for value in _values(sources)}))
+            names = ", ".join(sorted({source.unit for source in computed}))
             raise NotImplementedError(
                 f"what the model's code does next depends on values computed by {names}, which not every stage has"
                 ": put these and all units after them into the last stage with `stages`"

@@ -139,6 +139,8 @@ class OperationRecord:
         self.steps: list[Step] = []
         # Truth values that Python asked for.
         self.asked: list[int | None] = []
+        # Tensors and whatever else units and loss functions were given.
+        self._uses: list[Any] = []
         self._at: dict[int, dict[Geometry, int]] = {}
 
     def begin(self, tensor: torch.Tensor, **what: Any) -> None:
@@ -146,19 +148,32 @@ class OperationRecord:
         self._at[storage_of(tensor)._cdata] = {}
         self._put(tensor, Step(tensor.shape, **what))
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, chosen: bool) -> None:
-        """An operation was done."""
+    def use(self, given: Any) -> None:
+        """A unit, or a loss function, is given these."""
+        with torch._C.DisableTorchFunctionSubclass():  # logits that are made in chunks do not say where they are
+            self._uses += _leaves(pytree.tree_map_only(torch.Tensor, self._as_argument, given))
+
+    def note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        chosen: bool,
+        with_number: bool = False,
+    ) -> None:
+        """An operation was done, maybe `with_number`s that Python has read of tensors."""
         declared = _declared(func)
         given = {**declared.usual, **dict(zip(declared.names, args, strict=False)), **kwargs}
         arguments = pytree.tree_map_only(torch.Tensor, self._as_argument, given)
-        if not any(isinstance(leaf, TensorRef) for leaf in _leaves(arguments)):
+        if not (with_number or any(isinstance(leaf, TensorRef) for leaf in _leaves(arguments))):
             return
         for name in declared.written:  # views made before have other contents now
             for tensor in pytree.tree_leaves(given.get(name)):
                 if isinstance(tensor, torch.Tensor):
                     self._at[storage_of(tensor)._cdata] = {}
         for number, tensor in enumerate(pytree.tree_leaves(output)):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not (func.is_view and self._knows(tensor)):
                 self._put(tensor, Step(tensor.shape, func, arguments, number, chosen))
 
     def ask(self, tensor: torch.Tensor) -> None:
@@ -174,6 +189,9 @@ class OperationRecord:
     def _put(self, tensor: torch.Tensor, step: Step) -> None:
         self.steps.append(step)
         self._at.setdefault(storage_of(tensor)._cdata, {})[_geometry(tensor)] = len(self.steps) - 1
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return _geometry(tensor) in self._at.get(storage_of(tensor)._cdata, ())
 
     def _as_argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
         steps = self._at.get(storage_of(tensor)._cdata)
@@ -279,6 +297,42 @@ class OperationRecord:
             if begins(step) or any(ref.step in reached for ref in step.refs()):
                 reached.add(index)
         return reached
+
+    def way_to(self, loss: torch.Tensor) -> list[Any]:
+        """What tells how a loss, and what units are given, is made: by which operations, on which numbers and
+        constants, but not of which shapes."""
+        ends = [*self._uses, self._as_argument(loss)]
+        reached = {leaf.step for leaf in ends if isinstance(leaf, TensorRef)}
+        for index in reversed(range(len(self.steps))):
+            if index in reached:
+                reached.update(ref.step for ref in self.steps[index].refs())
+        places = {index: place for place, index in enumerate(sorted(step for step in reached if step is not None))}
+
+        def word(leaf: Any) -> Any:
+            if isinstance(leaf, TensorRef):
+                return "" if leaf.step is None else places[leaf.step]
+            return leaf if isinstance(leaf, torch.Tensor) else repr(leaf) if isinstance(leaf, int | float | str) else ""
+
+        way: list[Any] = [word(leaf) for leaf in ends]
+        for step in (self.steps[index] for index in places):
+            way += (step.func, step.output, step.call)
+            for value in step.arguments.values():  # whole numbers in lists are sizes and dimensions
+                is_list = isinstance(value, list | tuple) and not isinstance(value, TensorRef)
+                way += [word(leaf) for leaf in _leaves(value) if not (is_list and isinstance(leaf, int))]
+        return way
+
+
+def is_same_way(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether losses of two forwards are made alike, by their `way_to`."""
+
+    def same(first: Any, second: Any) -> bool:
+        if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+            return type(first) is type(second) and bool(first == second)
+        if first is second or first.is_meta or second.is_meta or first.numel() > _MOST_COMPARED:
+            return True
+        return first.shape == second.shape and _equal(first.nan_to_num(), second.nan_to_num())
+
+    return len(one) == len(other) and all(map(same, one, other))
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:

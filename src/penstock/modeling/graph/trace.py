@@ -3,6 +3,7 @@ order, and from which values each was computed. It knows nothing of stages; see 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,12 +26,14 @@ from penstock.modeling.graph.attributes import Attributes, LeftValue, Variables,
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
     ChangedTensor,
+    Computed,
     DataFlow,
     ForwardArgument,
     LeftTensor,
     ReachedInside,
     ReadObserver,
     Sources,
+    TakesLonger,
     TensorInsideUnit,
     TensorOutsideUnits,
     Value,
@@ -38,6 +41,7 @@ from penstock.modeling.graph.dataflow import (
 from penstock.modeling.graph.loss import LOSS_FUNCTIONS, Criterion, CriterionError, LoopError, LossRule, loss_by
 from penstock.modeling.graph.loss_trace import LossTrace, label_placeholder, with_more_samples
 from penstock.modeling.graph.meta_operations import Untraceable
+from penstock.modeling.graph.reductions import is_same_way
 from penstock.modeling.graph.shapes import OutputShape, ShapeFunctions, flatten
 from penstock.modeling.instrumentation import Intercepted, Interceptor
 from penstock.modeling.placeholders.caches import narrow_copy
@@ -58,6 +62,9 @@ from penstock.random_state import (
 
 # Longer tensors are not looked into, as shapes hardly depend on them.
 MAX_KNOWN = 4096
+
+# Whether it matters what Python reads of tensors is tried with values about as large as these.
+_NOISES = (1.0, -1.0, 1e6, -1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +114,8 @@ class Trace(ForwardFacts):
     """What a forward does with its units.
 
     Attributes:
-        controls: for each unit's value or random number that decided what Python did next, the number of calls made
-            before, and its sources.
+        controls: for each time that Python read what a unit had computed, or a random number, the number of calls made
+            before, and the sources of what it read.
         changed: attributes of modules outside of units that the forward changes, with the number of calls made before.
         shapes: shape and dtype of each value in this forward (for reports; plans do not use them).
         output_shapes: the shapes of the output's tensors.
@@ -192,10 +199,12 @@ def trace(
     if (
         rule is not None
         and rule.exact
-        and flow.asks_number
-        and _numbers_matter(flow, partial(follow, inputs, shift=1.0))
+        and loss is not None
+        and flow.controls
+        and _reads_matter(flow, loss, partial(follow, inputs))
     ):
-        rule = replace(rule, exact=False, reason="a number that Python reads of what units return enters it")
+        reason = "a number that Python reads of what units compute enters it, or decides how it is made"
+        rule = replace(rule, exact=False, reason=reason)
     leaves, _ = flatten(output)
     fielded = named_output(output)
     refuse_hidden_tensors(fielded)
@@ -220,14 +229,21 @@ def trace(
     )
 
 
-def _numbers_matter(flow: DataFlow, again: Callable[[], Any]) -> bool:
-    """Whether operations are given other numbers where Python reads others, and does not only print them. `again`:
-    follows the forward once more, where Python reads every number 1 greater."""
-    try:
-        recorder, *_ = again()
-    except Exception:  # whatever the model's code says of them
-        return True
-    return bool(recorder.flow.numbers != flow.numbers)
+def _reads_matter(flow: DataFlow, loss: torch.Tensor, again: Callable[..., Any]) -> bool:
+    """Whether the loss, or what units are given, is made in another way where units compute other values, as Python
+    reads these and does not only print them. `again` follows the forward once more."""
+    way, num_failed = flow.record.way_to(loss), 0
+    for noise in _NOISES:
+        try:
+            recorder, *_, other = again(noise=noise, most_operations=2 * flow.num_operations + 1000)
+        except TakesLonger:
+            return True
+        except Exception:  # whatever the model's code says of them
+            num_failed += 1
+            continue
+        if other is None or not is_same_way(way, recorder.flow.record.way_to(other)):
+            return True
+    return num_failed == len(_NOISES)
 
 
 def _follow(
@@ -239,10 +255,11 @@ def _follow(
     for_criterion: Collection[str],
     head: str | None,
     inputs: Mapping[str, Any],
-    shift: float = 0.0,
+    noise: float = 0.0,
+    most_operations: float = math.inf,
 ) -> tuple[_CallRecorder, LossTrace, Collection[str], Any, torch.Tensor | None]:
     """One forward, followed: what was noted of it and of its losses, from what it draws, its output and its loss.
-    `shift` is added to each number that Python reads of what units return."""
+    `noise` and `most_operations`: see `DataFlow`."""
     homes = names_in_units(model, functions.units)
     with (
         torch.inference_mode(False),
@@ -261,7 +278,7 @@ def _follow(
         outside = Attributes(outside_of_units(model, homes))
         recorder = _CallRecorder(model, functions, device, head, outside)
         flow = recorder.flow
-        flow.shift = shift
+        flow.noise, flow.most_operations = noise, most_operations
         _mark_tensors(model, homes, flow)
         named = named_tensors(arguments)
         for name, tensor in named.items():
@@ -276,7 +293,7 @@ def _follow(
                 _refuse_changed(model, real, flow)
             outside.look(len(recorder.calls))
             draws = drawn() | ({TORCH} if functions.seen.draws else set())
-        except (ReachedInside, CriterionError, ChunkedLossError):
+        except (ReachedInside, CriterionError, ChunkedLossError, TakesLonger):
             raise
         except CriterionCollective as error:
             raise LoopError(str(error)) from error
@@ -361,6 +378,7 @@ class _CallRecorder:
             if isinstance(leaf, nn.Module):
                 self._refuse_module(name, leaf)
         sources = self.flow.sources(leaves)
+        self.flow.record.use(leaves)
         facts = self._functions.seen
         if facts.where:
             raise Untraceable(f"the unit {facts.where} calls {name}, which is a unit of its own: call it beside that")
@@ -371,8 +389,7 @@ class _CallRecorder:
             _refuse_unknown(name, shape.leaves)
             output = shape.make_output(lambda leaf, spec: self._stand_in(Value(name, index, leaf), spec), leaves)
             for position in shape.written:
-                self.flow.note_write(leaves[position])
-                self.flow.mark(leaves[position], (ChangedTensor(name, index),))
+                self.flow.mark_changed(leaves[position], ChangedTensor(name, index))
             if shape.cache is not None:
                 shape.cache.apply(leaves)
             for left in shape.left:
@@ -385,7 +402,7 @@ class _CallRecorder:
 
     def _stand_in(self, value: Value, spec: TensorSpec) -> torch.Tensor:
         tensor = self.flow.stand_in(spec, self._device)
-        self.flow.mark_value(tensor, value)
+        self.flow.mark_computed(tensor, value)
         self.shapes[value] = spec
         return tensor
 
@@ -396,7 +413,7 @@ class _CallRecorder:
             if not isinstance(spec, TensorSpec):
                 return spec
             tensor = self.flow.stand_in(spec, self._device)
-            self.flow.mark(tensor, (source,))
+            self.flow.mark_computed(tensor, source)
             return tensor
 
         is_leaf = lambda node: isinstance(node, TensorSpec)  # noqa: E731
@@ -504,5 +521,5 @@ def _refuse_changed(model: nn.Module, real: Mapping[str, torch.Tensor], flow: Da
         if isinstance(before, nn.Parameter) or (now is before and not before._version):
             continue
         is_saved = name not in module._non_persistent_buffers_set
-        if is_saved or any(isinstance(source, (Value, ChangedTensor)) for source in flow.sources(now)):
+        if is_saved or any(isinstance(source, Computed) for source in flow.sources(now)):
             raise ChangedBuffer(full)
