@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.utils import prune
 
 import penstock
 from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived
+from tests.support import stage_driver
 from tests.support.pool import Pool
 from tests.support.training import EXACT, gradients_of
 
@@ -213,16 +215,141 @@ def test_a_lazy_module_without_a_shape_is_refused_by_name() -> None:
         penstock.initialize(Lazy(), {"model_parallelism": {"pipeline_parallel_size": 1}})
 
 
-def test_what_is_computed_from_a_value_that_was_not_received_is_told_from_what_only_has_its_shape() -> None:
-    value = Unreceived.of(torch.zeros(2, 3))
-    plain = torch.ones(2, 3)
-    for computed in (value + 1, value.T, torch.zeros_like(value), torch.cat([plain, value]), value[0], value.chunk(2)):
-        assert has_unreceived(computed)
-    for other in (plain.to(value), plain.expand_as(value), plain.type_as(value), torch.zeros(value.shape), plain[:, 0]):
-        assert not has_unreceived(other)
-    pieces = torch.broadcast_tensors(plain, value)
-    assert [*map(has_unreceived, pieces)] == [False, True]
-    buffer = torch.zeros(4, 3)
-    buffer[:2] = value
-    assert has_unreceived(buffer)
-    assert has_unreceived({"a": [plain, (buffer * 2,)]})
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_is_computed_from_a_value_that_was_not_received_is_told_from_what_only_has_its_shape(mode: Any) -> None:
+    with mode():
+        value = Unreceived.of(torch.zeros(2, 3))
+        plain = torch.ones(2, 3)
+        computed = (value + 1, value.T, torch.zeros_like(value), torch.cat([plain, value]), value[0], value.chunk(2))
+        assert all(map(has_unreceived, computed))
+        only_shaped = (
+            plain.to(value), plain.expand_as(value), plain.view_as(value), plain.type_as(value),
+            torch.zeros(value.shape), plain[:, 0], plain,
+        )  # fmt: skip
+        assert not any(map(has_unreceived, only_shaped))
+        pieces = torch.broadcast_tensors(plain, value)
+        assert [*map(has_unreceived, pieces)] == [False, True]
+        buffer, result = torch.zeros(4, 3), torch.zeros(2, 3)
+        buffer[:2] = value
+        torch.add(plain, value, out=result)
+        assert has_unreceived(buffer) and has_unreceived(result) and not has_unreceived(plain)
+        assert has_unreceived({"a": [plain, Pack(buffer * 2)]})
+
+
+def test_one_that_is_made_later_is_one_at_once_and_made_once() -> None:
+    made = []
+
+    def make() -> torch.Tensor:
+        made.append(torch.zeros(2, 3))
+        return made[-1]
+
+    value = Unreceived.later(make)
+    assert has_unreceived(value) and not made
+    assert value.shape == (2, 3) and has_unreceived(torch.cat([value, value])) and len(made) == 1
+
+
+@dataclass
+class Pack:
+    """Hands a unit a tensor inside of itself."""
+
+    extra: torch.Tensor
+
+
+class Pair(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = super().forward(x)
+        return hidden, hidden[:, :2]
+
+
+class Takes(Block):
+    def __init__(self, root: Any) -> None:
+        super().__init__()
+        self.__dict__["root"] = root
+
+    def forward(self, x: torch.Tensor, pack: Any) -> torch.Tensor:
+        extra = pack.extra if isinstance(pack, Pack) else pack
+        hidden: torch.Tensor = super().forward(x) + extra.sum() + self.root.start
+        return hidden
+
+
+class Ways(nn.Module):
+    """Uses, as `way` says, a value of its first unit later on; but only if there is a 7 in its input."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.last, self.way = Pair(), nn.Linear(WIDTH, WIDTH), way
+        self.blocks = nn.ModuleList(Takes(self) for _ in range(3))
+        self.start: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        way = self.way if bool((x == 7).any()) else ""
+        start, extra = self.first(x)
+        hidden = start
+        self.start = start if way == "an object" else 0.0
+        if way in ("a number", "a list", "a mask"):
+            number = {"a number": float, "a list": lambda x: x.tolist()[0], "a mask": lambda x: len(x[x > 0])}[way]
+            hidden = hidden * number(start[0, :1])
+        for place, block in enumerate(self.blocks):
+            given = extra if place == 2 and way in ("an argument", "a data class") else torch.ones(1).to(hidden)
+            hidden = block(hidden, Pack(given) if self.way == "a data class" else given)
+        logits = self.last(hidden)
+        return {"logits": logits + start if way == "the output" else logits}
+
+
+WAYS = {
+    "an argument": "blocks.2 depends on",
+    "a data class": "blocks.2 depends on",
+    "an object": "what is sent to the next stage depends on",
+    "a number": "what its code does next depends on",
+    "a list": "what its code does next depends on",
+    "a mask": "what its code does next depends on",
+    "the output": "the model's output depends on",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_generation_no_way_to_use_a_value_that_was_not_received_is_silent(way: str) -> None:
+    torch.manual_seed(3)
+    model = Ways(way).double().eval()
+    x = batches()[0]["x"]
+    parts = stage_driver.split(model, 5)
+    with torch.no_grad():
+        assert torch.equal(stage_driver.walk(parts, [{"x": x}] * 5)["logits"], model(x)["logits"])
+        x[0, 0] = 7
+        with pytest.raises(RuntimeError, match=f"took another path than it was planned for: {WAYS[way]}"):
+            stage_driver.walk(parts, [{"x": x}] * 5)
+
+
+class Masks(nn.Module):
+    """Gives its mask the type or the shape of a value that only the first stage has."""
+
+    def __init__(self, shaped: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.shaped = nn.Linear(WIDTH, WIDTH), shaped
+        self.blocks = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x)
+        mask = self.shaped(mask, hidden)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return {"logits": hidden}
+
+
+SHAPED: list[tuple[Callable[..., torch.Tensor], torch.dtype]] = [
+    (torch.Tensor.type_as, torch.int64),
+    (torch.Tensor.type_as, torch.float64),
+    (lambda mask, hidden: mask[:, :1].expand_as(hidden), torch.float64),
+]
+
+
+@pytest.mark.parametrize(("shaped", "dtype"), SHAPED)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_like_a_value_that_was_not_received_is_exact_in_every_mode(shaped: Any, dtype: Any, mode: Any) -> None:
+    torch.manual_seed(3)
+    model = Masks(shaped).double().eval()
+    inputs = {"x": batches()[0]["x"], "mask": (torch.arange(ROWS * WIDTH) % 3).view(ROWS, WIDTH).to(dtype)}
+    with mode():
+        output = stage_driver.step(stage_driver.split(model, 2), inputs, backward=False)
+        assert torch.equal(output["logits"], model(**inputs)["logits"])
+    assert type(inputs["mask"]) is torch.Tensor

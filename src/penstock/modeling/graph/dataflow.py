@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.modeling.graph.loss import NUM_ITEMS
-from penstock.modeling.graph.meta_operations import TraceFacts, draws
+from penstock.modeling.graph.meta_operations import TraceFacts, draws, written_arguments
 from penstock.modeling.graph.reductions import OperationRecord, storage_of
 from penstock.modeling.tensor_spec import TensorSpec
 
@@ -241,8 +241,8 @@ class DataFlow(TorchDispatchMode):
             raise ReachedInside(leaked)
         if any(isinstance(source, LeftTensor) for source in sources):  # of a unit's run on meta tensors
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._real, (args, kwargs))
-        selectors, asks = _selectors(func, args), torch.Tag.data_dependent_output in func.tags
-        output = self._run(func, args, kwargs, asks or bool(selectors))
+        deciding, asks = selectors(func, args), torch.Tag.data_dependent_output in func.tags
+        output = self._run(func, args, kwargs, asks or bool(deciding))
         if asks:
             self.note_control(sources)
             if args[0].dtype == torch.bool:  # a number that is asked for may be logged; a truth value decides
@@ -252,18 +252,16 @@ class DataFlow(TorchDispatchMode):
         elif func is torch.ops.aten.lt.Scalar and isinstance(args[1], (int, float)) and args[1] <= 0:
             # Whether something is below a probability of zero, which no uniform number is.
             sources = frozenset(s for s in sources if not (isinstance(s, RandomDraw) and s.name.startswith(_UNIFORM)))
-        if selectors:
-            self.note_control(self.sources(selectors))
+        if deciding:
+            self.note_control(self.sources(deciding))
             sources |= {DataDependentTensor(str(func))}
-        if func._schema.is_mutable:
-            for argument, declared in zip(args, func._schema.arguments, strict=False):
-                if isinstance(argument, torch.Tensor) and declared.alias_info and declared.alias_info.is_write:
-                    self.note_write(argument)
+        for tensor in written_arguments(func, args, kwargs):
+            self.note_write(tensor)
         if sources:
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self.mark(tensor, sources)
-            self.record.note(func, args, kwargs, output, bool(selectors), with_number=bool(self.controls))
+            self.record.note(func, args, kwargs, output, bool(deciding), with_number=bool(self.controls))
         return output
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -291,7 +289,7 @@ class ReachedInside(Exception):
 _UNIFORM = "aten.rand."
 
 
-def _selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors whose contents decide the shape of what an operation returns."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return []
@@ -302,7 +300,8 @@ def _selectors(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     return [argument for argument in args if isinstance(argument, torch.Tensor)]
 
 
-_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+# What Python reads data by that the dispatcher does not see.
+READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 
 
 class ReadObserver(TorchFunctionMode):
@@ -317,7 +316,7 @@ class ReadObserver(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._flow.paused and func in _READS:
+        if not self._flow.paused and func in READS:
             self._flow.note_control(self._flow.sources(args[0]))
         result = func(*args, **kwargs)
         if not self._flow.paused and func in self._observers:

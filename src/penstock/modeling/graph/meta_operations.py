@@ -109,6 +109,16 @@ def _traits(func: Any) -> frozenset[str]:
     return frozenset(traits)
 
 
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    declared = func._schema.arguments
+    given = {**dict(zip((each.name for each in declared), args, strict=False)), **kwargs}
+    written = [given.get(each.name) for each in declared if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
 def _given(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """The argument `name` of an operation's call."""
     place = next(place for place, each in enumerate(func._schema.arguments) if each.name == name)

@@ -17,17 +17,12 @@ from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
 from penstock.modeling.graph.shapes import OtherStructure, OutputShape, ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import frozen_cache
-from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived
+from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived, other_path, uses_unreceived
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import key_of, mixed
 
 _START = key_of("the code before the first unit")
-# How an error ends that names what was not planned.
-_CAUSES = (
-    "Its control flow depends on the values of inputs, weights or variables, on what its forwards leave behind, or on "
-    "random numbers such as those that leave layers out (set that probability to 0), which a pipeline cannot follow"
-)
 
 
 class StageDone(BaseException):
@@ -76,12 +71,10 @@ class StageRun:
         # Not earlier: what was received may still be on its way when the forward begins.
         for incoming, outgoing in self.plan.relayed:
             self._sends[outgoing] = self.received[incoming]
-        for value in self._sends:
-            if value is None:
-                raise RuntimeError(
-                    f"The model took another path than it was planned for: it skipped a unit. {_CAUSES}: let it call "
-                    "the same units each time."
-                )
+        if any(value is None for value in self._sends):
+            raise other_path("it skipped a unit, and has to call the same ones each time")
+        # A unit may have used one that it was not given: read from an object, say.
+        self.refuse_unreceived("what is sent to the next stage", self._sends)
         return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,10 +82,7 @@ class StageRun:
         planned = calls[position] if position < len(calls) else None
         if planned is None or planned.call.unit != unit.name:
             expected = "no further unit" if planned is None else f"the unit {planned.call.unit}"
-            raise RuntimeError(
-                f"The model took another path than it was planned for: {expected} was due, but {unit.name} was called. "
-                f"{_CAUSES}."
-            )
+            raise other_path(f"{expected} was due, but {unit.name} was called")
         self._position = position + 1
         seed, host_values = self._seed_generators, self.host_values
         if seed is not None and planned.own:
@@ -117,10 +107,7 @@ class StageRun:
         """Raise RuntimeError if what a unit of this stage, or the caller, is given depends on a value that another
         stage computes and does not send here."""
         if has_unreceived(given):
-            raise RuntimeError(
-                f"The model took another path than it was planned for: {user} depends on a value of another stage, "
-                f"which did not matter to it when the forward was followed. {_CAUSES}."
-            )
+            raise uses_unreceived(user)
 
     def _run(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +184,7 @@ class StageRun:
             if like_first and leaf in call.like_input:
                 return _standing_for(_first(args, kwargs))
             if later is not None:
-                return LazyPlaceholder(lambda: Unreceived.of(later()[leaf].expanded_zeros(self.device)))
+                return Unreceived.later(lambda: later()[leaf].expanded_zeros(self.device))
             return Unreceived.of(shape.zeros(self.device) if planned.writable else shape.expanded_zeros(self.device))
 
         return output.make_output(tensor, flatten((args, kwargs))[0] if output.stored else ())
@@ -221,35 +208,6 @@ class StageRun:
         position, copied = received
         # A received value is a leaf of the autograd graph, which must not be written to.
         return self.received[position].clone() if copied else self.received[position]
-
-
-class LazyPlaceholder(torch.Tensor):
-    """Stands for the tensor that `make()` returns; made when an operation, or a look at its shape, first needs it.
-
-    While a model generates, the shapes of attention weights and position biases change with every token. Working them
-    out takes a run of the unit's meta copy, and hardly ever does anybody look at them on a stage that was not sent the
-    value."""
-
-    _make: Callable[[], torch.Tensor]
-    _made: torch.Tensor | None
-
-    @staticmethod
-    def __new__(cls, make: Callable[[], torch.Tensor]) -> LazyPlaceholder:
-        self = torch.Tensor._make_subclass(cls, torch.empty(0))
-        self._make, self._made = make, None
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs or any(isinstance(each, (tuple, list, dict)) for each in args):
-            args, kwargs = pytree.tree_map_only(LazyPlaceholder, LazyPlaceholder.made, (args, kwargs or {}))
-            return func(*args, **kwargs)
-        return func(*(each.made() if isinstance(each, LazyPlaceholder) else each for each in args))
-
-    def made(self) -> torch.Tensor:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
 
 
 def _standing_for(tensor: torch.Tensor) -> torch.Tensor:

@@ -343,6 +343,8 @@ class SplitModel:
         if plan.num_stages == 1 and seed is None:
             return run_model()
         output = None if run.plan.idle and early_exit else self._handled(plan, run, run_model, seed)
+        if stage == plan.num_stages - 1:
+            run.refuse_unreceived("the model's output", output)
         run.finished()
         return output
 
