@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
+from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import list_units
 from tests.support.pool import Pool
 from tests.support.stage_driver import split
@@ -188,8 +190,16 @@ def leaves_beside() -> nn.Module:
     return leaving("object", (2, 3))
 
 
+def alike_leave_in_a_variable() -> nn.Module:
+    """The last of several units that are alike is the one whose result is used, on its own stage."""
+    made: Any = leaving("variable", (2, 3))
+    for place in (0, 1):
+        made.blocks[place] = Leaves("variable", None).double()
+    return made  # type: ignore[no-any-return]
+
+
 def test_what_a_unit_reads_beside_its_arguments_is_sent_to_its_stage(pool: Pool) -> None:
-    pool.run(2, compare, [reading, reading_in_pairs, borrowing, leaves_beside])
+    pool.run(2, compare, [reading, reading_in_pairs, borrowing, leaves_beside, alike_leave_in_a_variable])
 
 
 def refused(where: str) -> None:
@@ -328,3 +338,41 @@ def test_following_a_forward_leaves_nothing_in_the_model(where: str) -> None:
     assert [vars(block).get("held") for block in model.blocks] == held  # type: ignore[union-attr, unused-ignore]
     assert held[0] is None or held[0] == [] or held[0].value is None
     assert model.blocks[0].penalty == 0.0  # type: ignore[index, union-attr, unused-ignore]
+
+
+def decorated(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **kwargs)
+
+    return run
+
+
+class Registers(Chain):
+    """Changes what is registered, and a variable."""
+
+    @decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        STORE["calls"] = STORE.get("calls", 0) + 1
+        STORE["hidden"] = hidden = super().forward(x)
+        self.table = torch.ones(3)
+        self.last = nn.Identity()
+        return hidden
+
+
+def test_following_a_forward_leaves_what_is_registered_and_variables_that_a_decorated_forward_names_alone() -> None:
+    model: Any = Registers([Block() for _ in range(4)])
+    model.register_buffer("table", torch.zeros(3), persistent=False)
+    model.last = nn.Tanh()
+    table, last = model.table, model.last
+    STORE.clear()
+    list_units(model, {"x": torch.zeros(2, WIDTH)})
+    assert not STORE
+    assert model.table is table and model.last is last
+
+
+def test_a_shape_that_a_stage_asks_for_leaves_nothing_in_variables() -> None:
+    STORE.clear()
+    functions = ShapeFunctions({"block": Leaves("variable", None)})
+    functions("block", (torch.zeros(2, WIDTH),), {})
+    assert not STORE

@@ -189,6 +189,13 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
+class Decorated(Counting):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        FORWARDS.append(1)
+        return self.layer(x) + x
+
+
 def keeping_by_a_hook() -> nn.Module:
     model, seen = Chain(), {}  # type: ignore[var-annotated]
     model.blocks[1].register_forward_hook(lambda module, args, output: seen.update(output=output))
@@ -203,6 +210,10 @@ def looking_by_a_hook() -> nn.Module:
 
 OF_ONE_RANK = {
     "a variable": (lambda: Chain(Counting()), f"forwards change variables ({__name__}.FORWARDS)"),
+    "a variable, by a decorated forward": (
+        lambda: Chain(Decorated()),
+        f"forwards change variables ({__name__}.FORWARDS)",
+    ),
     "tensors that a hook keeps": (keeping_by_a_hook, "forward hooks keep tensors (blocks.1)"),
     "shapes that a hook keeps": (looking_by_a_hook, None),
 }

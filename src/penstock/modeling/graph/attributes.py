@@ -48,7 +48,8 @@ class Attributes:
         self._modules = modules
         self.changed: dict[str, int] = {}
         self._before = self._latest = self._values()
-        self._registered = [set(registry) for module in modules.values() for registry in _registries(module)]
+        registries = (registry for module in modules.values() for registry in _registries(module))
+        self._registered = [(registry, [*registry, *registry.values()]) for registry in registries]
 
     def look(self, number: int) -> None:
         """Note what was changed since the last look."""
@@ -82,7 +83,7 @@ class Attributes:
                         yield LeftValue(prefix, name, CONTENTS, entry, key)
 
     def set_back(self) -> None:
-        """Let all be as it was; what was registered since then is gone."""
+        """Let all be as it was, and the same parameters, buffers and modules be registered."""
         for prefix, module in self._modules.items():
             own = vars(module)
             for name in [name for name in own if name not in OF_EVERY_MODULE]:
@@ -91,10 +92,8 @@ class Attributes:
         for (prefix, name), (value, *contents) in self._before.items():
             vars(self._modules[prefix])[name] = value
             _fill(value, contents)
-        registries = (registry for module in self._modules.values() for registry in _registries(module))
-        for registry, names in zip(registries, self._registered, strict=True):
-            for name in registry.keys() - names:
-                del registry[name]
+        for registry, entries in self._registered:
+            _fill(registry, entries)
 
     def _values(self) -> dict[tuple[str, str], list[Any]]:
         """By module and name: the value, and what is in it."""
@@ -111,12 +110,12 @@ class Variables:
     in a script. As they are when this is made."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        forwards = {getattr(type(module).forward, "__code__", None): type(module).forward for module in modules}
+        forwards = {type(module).forward for module in modules}
         self._before = {
             (id(scope), name): (scope, name, value, _contents(value))
-            for code, forward in forwards.items()
-            if code is not None and (scope := getattr(forward, "__globals__", None)) is not None
-            for name in code.co_names
+            for function in {function for forward in forwards for function in _with_wrapped(forward)}
+            if (scope := getattr(function, "__globals__", None)) is not None
+            for name in function.__code__.co_names
             if type(value := scope.get(name)) in (*_CONTAINERS, int, float)
         }
 
@@ -130,6 +129,13 @@ class Variables:
         for scope, name, value, contents in self._before.values():
             scope[name] = value
             _fill(value, contents)
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and those that decorators have wrapped in it."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def held_by(hook: Any) -> Iterator[Any]:

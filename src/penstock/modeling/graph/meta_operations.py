@@ -59,6 +59,11 @@ class TraceFacts:
         other marked tensors, which the unit is not given, were computed from."""
         self._call, self._marks, self.reads = call, marks, set()
 
+    @property
+    def follows_call(self) -> bool:
+        """Whether a unit runs while a forward is followed."""
+        return self._marks is not None
+
     def end_calls(self) -> None:
         self._call = self._marks = None
         self.reads = set()
@@ -143,8 +148,9 @@ class _Description(NamedTuple):
 
 
 class RememberedOperations(TorchDispatchMode):
-    """Answers an operation on meta tensors with what torch found for the same shapes, strides and types before. For use
-    without gradients: its answers require none. `seen` notes what the operations do besides."""
+    """Answers an operation on meta tensors alone with what torch found for the same shapes, strides and types before;
+    any other is computed. For use without gradients: its answers require none. `seen` notes what operations do
+    besides."""
 
     def __init__(self, seen: TraceFacts | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import output_capturing
 
 from penstock.modeling.collectives import OwnCollective
-from penstock.modeling.graph.attributes import Attributes, LeftValue, shared_values
+from penstock.modeling.graph.attributes import Attributes, LeftValue, Variables, shared_values
 from penstock.modeling.graph.meta_operations import (
     AssumedValues,
     KnownValues,
@@ -212,7 +212,12 @@ class ShapeFunctions:
         if shared is not None and shared in self._remembered:
             return self._remembered[shared]
         read_values, num_reads = name in self._reads_values, _IndexedModule.num_reads
+        variables = Variables(self._copies[name].modules())
         shape = self._run(name, leaves, spec, known)
+        if self.seen.follows_call:  # another call would leave something there, too, which later ones may read
+            lasting = lasting and not any(variables.changed())
+        else:
+            variables.set_back()
         if read_values != (name in self._reads_values):
             return shape  # the key did not tell the values yet
         if self.seen.reads:
