@@ -38,6 +38,7 @@ def curve(pool: Pool, family: str, ranks: int, stages: int, seed: int = 1, **opt
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [

@@ -246,6 +246,7 @@ def save_long_names(folder: str) -> None:
     penstock.save_checkpoint(f"{folder}-plain", model=parallelize(plain, 2))
 
 
+@pytest.mark.slow
 def test_every_command_fits_80_columns_with_long_names(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +319,7 @@ def test_options_are_never_cut() -> None:
         assert names and all(name in text for name in names) and "…" not in text
 
 
+@pytest.mark.slow
 def test_the_package_is_a_command_and_a_hub_that_cannot_be_reached_is_an_error_at_once() -> None:
     """The endpoint is a port where nobody listens; the library alone asks it five times over half a minute."""
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
@@ -460,6 +462,7 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
 
 
+@pytest.mark.slow
 def test_fit_for_dpo_counts_pairs_and_the_reference() -> None:
     """The reference has the weights once more, unless it is the base of the adapters."""
     arguments = ("fit", "tests.cli.test_cli:small_gpt2", "--length", 16, "--lora-rank", 4)
@@ -671,6 +674,7 @@ def test_what_plan_prints_forms_the_pipelines_that_it_planned(devices: str, monk
     assert "The devices from rank 0 on: " in printed and ("{" in printed or "template_0" in printed)
 
 
+@pytest.mark.slow
 def test_a_packed_base_is_recommended_only_where_a_plain_one_does_not_fit() -> None:
     arguments = ("fit", "GPT2LMHeadModel", "--length", 8, "--lora-rank", 4, "--devices", 1)
     plain, packed = (run(*arguments, "--memory", memory).output for memory in ("1GB", "250MB"))

@@ -475,6 +475,7 @@ def test_every_picture_is_in_a_page_and_has_its_command() -> None:
     assert {path.stem for path in pictures} == draw_pictures.PICTURES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", draw_pictures.PICTURES)
 def test_the_pictures_are_what_the_commands_draw(name: str) -> None:
     assert (ROOT / f"docs/pictures/{name}.svg").read_text() == draw_pictures.drawn(draw_pictures.PICTURES[name])
@@ -491,6 +492,7 @@ def test_the_reference_has_a_page_for_every_public_name() -> None:
     assert "last_step" in pages["api/penstock.Engine.md"] and "register" not in pages["api/penstock.Engine.md"]
 
 
+@pytest.mark.slow
 def test_the_reference_documents_every_parameter_and_has_one_error_a_row() -> None:
     """A parameter stands in a section, or the text names it. `args` and `kwargs` are those of who is called."""
     loader = griffe.GriffeLoader(search_paths=[ROOT / "src"], docstring_parser="google", docstring_options=QUIET)

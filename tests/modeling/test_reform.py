@@ -211,6 +211,7 @@ def test_under_tensor_parallelism_a_unit_comes_back_as_it_would_have_been_split(
             assert {name: vars(mine).get(name) for name in numbers} == numbers
 
 
+@pytest.mark.slow
 def test_many_placements_leave_nothing_behind() -> None:
     whole = FAMILIES["gpt2"].build()
     units = list_units(whole)

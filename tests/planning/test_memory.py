@@ -74,6 +74,7 @@ def profiles() -> list[Profile]:
     return [profile_model(build_model(), BATCH, LENGTH, device=where, optimizer_states=0) for where in ("cpu", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_takes_what_is_predicted_or_a_little_less(pool: Pool, profiles: list[Profile], num_ranks: int) -> None:
     ranks = pool.run(num_ranks, peaks_of_steps, num_ranks)

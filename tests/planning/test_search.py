@@ -57,6 +57,7 @@ def test_the_search_finds_the_optimum_of_all_layouts() -> None:
             assert found[-1] == pytest.approx(best, rel=1e-6), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "most_devices", "most_units", "schedules"),
     [(range(30), 5, 7, ("1f1b",)), (range(1000, 1003), 7, 10, ("1f1b",)), (range(10), 4, 6, planned_schedules())],

@@ -192,6 +192,7 @@ def one_rank_stands_still(seen: Path) -> tuple[float, str]:
     return time.monotonic() - start, "nothing"
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_an_error_after_the_time_limit(pool: Pool, tmp_path: Path) -> None:
     (seconds, text), (_, its_text) = pool.run(2, one_rank_stands_still, tmp_path / "seen")
     assert 2 <= seconds < 20, "rank 1 moves again after 20 seconds"

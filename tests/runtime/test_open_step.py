@@ -132,6 +132,7 @@ if sys.argv[1] == "raise":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["leave", "raise"])
 def test_iterators_that_a_program_keeps_to_its_end_make_no_noise_there(end: str, tmp_path: Path) -> None:
     """The one that never began is warned of; the other one's step is left, unless an error ends it."""

@@ -87,6 +87,7 @@ def trained_then_resumed(folder: Path, stages: int, resume: bool) -> dict[str, l
     return learn_all(folder, stages, 1, {"reward": case, "KTO": case})
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_over_another_number_of_stages(pool: Pool, tmp_path: Path) -> None:
     for _, found in differences_when_resumed(pool, tmp_path, trained_then_resumed, 3, 2):
         # TRL counts tokens from where its process began.
@@ -113,6 +114,7 @@ def test_half_precision_and_a_base_in_4_bits_give_the_plain_run(pool: Pool, tmp_
             assert not {figure: value for figure, value in found.items() if value > 5e-2}, name
 
 
+@pytest.mark.slow
 def test_single_precision_gives_the_same_figures_up_to_rounding(pool: Pool, tmp_path: Path) -> None:
     """With SGD: Adam divides gradients that are mere rounding by their own size."""
     single = {"dtype": torch.float32, "optim": "sgd", "steps": 2, "eval_steps": 2}

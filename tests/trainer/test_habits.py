@@ -146,6 +146,7 @@ def split(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return pool.run(2, run_all, tmp_path_factory.mktemp("split"), 2, init=False, timeout=180)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HABITS)
 def test_a_habit_gives_the_same_run(plain: Any, split: Any, name: str) -> None:
     assert len(plain[name]) >= 4

@@ -417,6 +417,7 @@ def asked(folder: Path, stages: int = 0, rank: int = 0) -> list[tuple[Any, ...]]
     return found
 
 
+@pytest.mark.slow
 def test_what_callbacks_ask_for_on_rank_0_alone_is_done_on_all(pool: Pool, tmp_path: Path) -> None:
     expected = asked(tmp_path / "plain")
     assert len({(steps, len(logs), *saved) for steps, logs, saved in expected}) >= 5

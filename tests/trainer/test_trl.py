@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 LOGGED = {"loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "weights"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "cases"),
     [(2, ["adapters", "packed, in chunks", "smoothing"]), (1, ["packed adapters", "smoothing"])],

@@ -172,6 +172,7 @@ def test_a_loss_that_needs_more_is_refused_by_name_on_all_ranks(pool: Pool, tmp_
             assert reason in text, (own, text)
 
 
+@pytest.mark.slow
 def test_a_plugin_is_refused_by_name() -> None:
     kind: Any = type("Own", (PipelineTrainerMixin, Shifted), {})
     with pytest.raises(ValueError, match=r"HeterogeneousParallelPlugin with Shifted\.compute_loss does not work over"):
