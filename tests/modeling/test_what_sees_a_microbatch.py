@@ -80,6 +80,27 @@ def average(module: Any, x: torch.Tensor) -> None:
     module.mean = mean if module.mean is None else 0.9 * module.mean + 0.1 * mean
 
 
+def replace(module: Any, x: torch.Tensor) -> None:
+    module.table = module.table or [None]
+    module.table[0] = x.detach().mean()
+
+
+def replace_of_a_graph(module: Any, x: torch.Tensor) -> None:
+    """What no later forward could go on with."""
+    module.table = module.table or [None]
+    module.table[0], module.mean, module.shape = x.mean(), x.sum(), (x.sum(), 0.1 * 3)
+
+
+def add(module: Any, x: torch.Tensor) -> None:
+    module.table = module.table or {1}
+    module.table.add(1 + max(module.table))
+
+
+def write(module: Any, x: torch.Tensor) -> None:
+    module.shape = module.shape or (torch.zeros(()),)
+    module.shape[0].add_(1.0)
+
+
 def look_up(module: Any, x: torch.Tensor) -> None:
     """What every forward finds as the first one has left it."""
     module.shape = tuple(x.shape[1:])
@@ -129,6 +150,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "a count": (lambda: Chain(Keeping(count)), "changes attributes of modules (blocks.1.count)"),
     "a list": (lambda: Chain(Keeping(grow)), "changes attributes of modules (blocks.1.history)"),
     "a running mean": (lambda: Chain(Keeping(average)), "changes attributes of modules (blocks.1.mean)"),
+    "a replaced entry": (lambda: Chain(Keeping(replace)), "changes attributes of modules (blocks.1.table)"),
+    "a set": (lambda: Chain(Keeping(add)), "changes attributes of modules (blocks.1.table)"),
+    "a tensor in a tuple": (lambda: Chain(Keeping(write)), "changes attributes of modules (blocks.1.shape)"),
+    "what is of a graph": (lambda: Chain(Keeping(replace_of_a_graph)), None),
     "what is looked up": (lambda: Chain(Keeping(look_up)), None),
     "a count between units": (Rooted, "changes attributes of modules (forwards)"),
     "a first forward that sets a weight": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,6 +19,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # What Penstock and transformers note of what they have done to a module for good.
 _LASTING = frozenset({"_penstock", "_output_capturing_hooks_installed"})
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
+_PLAIN = (bool, int, float, str, type(None), torch.Size)
 
 # How a value was put into an attribute: the attribute is another, or what is in it has other contents, or more.
 WHOLE, CONTENTS, APPENDED = "whole", "contents", "appended"
@@ -55,7 +56,7 @@ class Attributes:
         """Note what was changed since the last look."""
         now, was = self._values(), self._latest
         for place in now.keys() | was.keys():
-            if not _same(now.get(place), was.get(place)):
+            if not _alike(now.get(place), was.get(place)):
                 prefix, name = place
                 self.changed[f"{prefix}.{name}" if prefix else name] = number
         self._latest = now
@@ -66,8 +67,8 @@ class Attributes:
 
     def left(self) -> Iterator[LeftValue]:
         """The tensors that were put into attributes since this was made."""
-        for (prefix, name), (value, *contents) in self._values().items():
-            was, *before = self._before.get((prefix, name), (_ABSENT,))
+        for (prefix, name), (value, _, *contents) in self._values().items():
+            was, _, *before = self._before.get((prefix, name), (_ABSENT, 0))
             if value is not was:
                 if has_tensors(value):
                     yield LeftValue(prefix, name, WHOLE, value)
@@ -89,19 +90,19 @@ class Attributes:
             for name in [name for name in own if name not in OF_EVERY_MODULE]:
                 if (prefix, name) not in self._before and name not in _LASTING:
                     del own[name]
-        for (prefix, name), (value, *contents) in self._before.items():
+        for (prefix, name), (value, _, *contents) in self._before.items():
             vars(self._modules[prefix])[name] = value
             _fill(value, contents)
         for registry, entries in self._registered:
             _fill(registry, entries)
 
-    def _values(self) -> dict[tuple[str, str], list[Any]]:
-        """By module and name: the value, and what is in it."""
+    def _values(self) -> dict[tuple[str, str], tuple[Any, ...]]:
+        """By module and name: the value, what changes of it in place, and what is in it."""
         return {
-            (prefix, name): [value, *_contents(value)]
+            (prefix, name): (value, _state(value), *_contents(value))
             for prefix, module in self._modules.items()
             for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE
+            if name not in OF_EVERY_MODULE and name not in _LASTING
         }
 
 
@@ -242,3 +243,26 @@ def _fill(value: Any, contents: list[Any]) -> None:
 def _same(some: list[Any] | None, others: list[Any] | None) -> bool:
     """Whether two lists have the very same entries."""
     return some is not None and others is not None and len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a forward that finds one value in place of another goes on as it would with that."""
+    kind = type(one)  # and not `isinstance`, which runs code of a configuration's class
+    if one is other or kind is not type(other):
+        return one is other
+    if issubclass(kind, _PLAIN):
+        return repr(one) == repr(other)  # in which NaN is NaN
+    if issubclass(kind, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    # Another step could not go on with what is of a graph: it is computed anew in each forward.
+    return issubclass(kind, torch.Tensor) and one.grad_fn is not None and other.grad_fn is not None
+
+
+def _state(value: Any) -> Any:
+    """What changes of a value in place that has no `_contents`."""
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
+        return 0 if value.is_inference() or value.grad_fn is not None else value._version
+    if issubclass(kind, tuple):
+        return tuple(map(_state, value))
+    return len(value) if kind in (set, Counter) else 0
