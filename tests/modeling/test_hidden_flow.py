@@ -39,7 +39,7 @@ class Held:
 
 
 class Leaves(Block):
-    """Leaves its result in an attribute, a list, an object or a variable."""
+    """Leaves its result in an attribute, a list, a tensor, an object or a variable."""
 
     def __init__(self, where: str, held: Any) -> None:
         super().__init__()
@@ -51,6 +51,8 @@ class Leaves(Block):
             self.penalty = hidden.square().mean()  # type: ignore[assignment]
         elif self.where == "list":
             self.held.append(hidden.square().mean())
+        elif self.where == "tensor":
+            self.held.value[0] = hidden.square().mean()
         elif self.where == "object":
             self.held.value = hidden
         else:
@@ -77,23 +79,26 @@ class Chain(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.held, list):
             self.held.clear()
+        if isinstance(self.held, Held):
+            self.held.value = x.new_zeros(1)
         for block in self.blocks:
             x = block(x)
-        penalties = (
-            self.held if isinstance(self.held, list) else [getattr(each, "penalty", 0.0) for each in self.blocks]
-        )
+        if isinstance(self.held, Held):
+            penalties: Any = self.held.value
+        else:
+            penalties = self.held or [getattr(each, "penalty", 0.0) for each in self.blocks]
         return x.square().mean() + sum(penalties)
 
 
 def leaving(where: str, pair: tuple[int, int] = (0, 3)) -> nn.Module:
     torch.manual_seed(2)
     STORE.clear()
-    held: Any = {"list": [], "object": Held()}.get(where)
+    held: Any = {"list": [], "tensor": Held(), "object": Held()}.get(where)
     blocks: list[nn.Module] = [Block() for _ in range(4)]
     blocks[pair[0]] = Leaves(where, held)
     if where in ("object", "variable"):
         blocks[pair[1]] = Uses(held)
-    return Chain(blocks, held if where == "list" else None).double()
+    return Chain(blocks, held if where in ("list", "tensor") else None).double()
 
 
 class Reads(Block):
@@ -143,6 +148,31 @@ class RootOfPairs(Root):
         for block in self.blocks:
             x = block(x)[0]
         return x.square().mean()
+
+
+class Gives(Reads):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Block.forward(self, x), self.root.start
+
+
+class RootOfStarts(Root):
+    """Uses what its blocks return as they have found it in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gives(self) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.start = x = self.first(x)
+        for block in self.blocks:
+            x, start = block(x)
+            x = x + start
+        return x.square().mean()
+
+
+def giving() -> nn.Module:
+    torch.manual_seed(2)
+    return RootOfStarts().double()
 
 
 def reading_in_pairs() -> nn.Module:
@@ -199,7 +229,8 @@ def alike_leave_in_a_variable() -> nn.Module:
 
 
 def test_what_a_unit_reads_beside_its_arguments_is_sent_to_its_stage(pool: Pool) -> None:
-    pool.run(2, compare, [reading, reading_in_pairs, borrowing, leaves_beside, alike_leave_in_a_variable])
+    made = [reading, reading_in_pairs, giving, borrowing, leaves_beside, alike_leave_in_a_variable]
+    pool.run(2, compare, made)
 
 
 def refused(where: str) -> None:
@@ -214,6 +245,7 @@ def refused(where: str) -> None:
     [
         ("attribute", "blocks.0 leaves a tensor behind in its attribute penalty, and the model's output"),
         ("list", "blocks.0 leaves a tensor behind in its attribute held, and the model's output"),
+        ("tensor", "blocks.0 leaves a tensor behind, in an object of Python's, and the model's output"),
         ("object", "blocks.0 leaves a tensor behind in its attribute held, and blocks.3, on another stage"),
         ("variable", "blocks.0 leaves a tensor behind, in an object of Python's, and blocks.3, on another stage"),
     ],
@@ -330,7 +362,7 @@ def test_a_unit_that_calls_another_one_is_refused_by_name() -> None:
         list_units(Chain([first, Block(), Block(), Calls(first)]), {"x": torch.zeros(2, WIDTH)})
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "object"])
+@pytest.mark.parametrize("where", ["attribute", "list", "tensor", "object"])
 def test_following_a_forward_leaves_nothing_in_the_model(where: str) -> None:
     model = leaving(where)
     held = [vars(block).get("held") for block in model.blocks]  # type: ignore[union-attr, unused-ignore]

@@ -35,6 +35,8 @@ class Marks(Protocol):
 
     def mark(self, tensor: torch.Tensor, sources: Iterable[Any]) -> None: ...
 
+    def mark_computed(self, tensor: torch.Tensor, source: Any) -> None: ...
+
 
 class TraceFacts:
     """What was seen of the operations of one trace.
@@ -73,16 +75,23 @@ class TraceFacts:
             for tensor in tensors:
                 self._marks.mark(tensor, (self._call,))
 
-    def sources(self, args: Any, kwargs: Any) -> Any:
-        return () if self._marks is None else self._marks.sources((args, kwargs))
-
-    def read(self, sources: Any, args: Any, kwargs: Any) -> Any:
-        """Take up what an operation uses, by the `sources` of its arguments; gives these as meta tensors."""
-        foreign = sources - {self._call}
-        if not foreign:
-            return args, kwargs
+    def read(self, tree: Any) -> bool:
+        """Take up what is in `tree` beside the call's own tensors; gives whether there is anything."""
+        foreign = set() if self._marks is None else self._marks.sources(tree) - {self._call}
         self.reads |= foreign
-        return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to("meta"), (args, kwargs))
+        return bool(foreign)
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Take up what an operation of the call under way reads and writes to beside the call's own tensors; gives its
+        arguments, as meta tensors if there is any of this. A view stays one, as it may be written to."""
+        aside = self.read((args, kwargs)) and not func.is_view
+        if self._marks is not None:
+            for tensor in written_arguments(func, args, kwargs):
+                if not tensor.is_meta and self._call not in self._marks.sources(tensor):
+                    self._marks.mark_computed(tensor, self._call)
+                    self.reads.add(self._call)
+                    aside = True
+        return _on_meta((args, kwargs)) if aside else (args, kwargs)
 
     def note(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note an operation, if `_traits` finds something in it. Raises `OwnCollective` if it communicates with other
@@ -159,10 +168,9 @@ class RememberedOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._seen.note(func, args, kwargs)
-        if sources := self._seen.sources(args, kwargs):
-            args, kwargs = self._seen.read(sources, args, kwargs)
+        args, kwargs = self._seen.follow(func, args, kwargs)
         output = self._answer(func, args, kwargs)
-        if sources:
+        if not func.is_view:  # which has its storage's marks
             self._seen.mark_own(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
         return output
 
@@ -190,6 +198,9 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors and _makes_integers(args, kwargs):  # offsets, say, into which known sizes are written
             kwargs = {**kwargs, "device": torch.device("cpu")}
+        unknown = any(tensor.is_meta for tensor in tensors)
+        if unknown and not all(tensor.is_meta for tensor in written_arguments(func, args, kwargs)):
+            raise RuntimeError("its code writes unknown values into a tensor whose values are known")
         return func(*args, **kwargs)
 
 
@@ -247,9 +258,11 @@ def _on_one_device(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if len({tensor.is_meta for tensor in tensors}) < 2 or (func is torch.ops.aten.index.Tensor and args[0].is_meta):
         return args, kwargs
-    if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
-        raise RuntimeError("its code writes unknown values into a tensor whose values are known")
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    return _on_meta((args, kwargs))
+
+
+def _on_meta(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to("meta"), tree)
 
 
 @cache

@@ -378,6 +378,7 @@ class ShapeFunctions:
             )
         self._states.update(use.states)
         output_leaves, output_spec = flatten(output)
+        self.seen.read([leaf for leaf in output_leaves if isinstance(leaf, torch.Tensor)])
         written = tuple(
             index
             for index, (leaf, version) in enumerate(zip(meta_leaves, versions, strict=True))
