@@ -58,7 +58,8 @@ class TraceFacts:
 
     def begin_call(self, call: Any, marks: Marks) -> None:
         """Mark what is computed from tensors of `mark_own` from now on as that of `call`. `reads` then takes up what
-        other marked tensors, which the unit is not given, were computed from."""
+        other marked tensors, which the unit is not given, were computed from, and `call` itself if it writes to one of
+        these."""
         self._call, self._marks, self.reads = call, marks, set()
 
     @property
