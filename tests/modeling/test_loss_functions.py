@@ -387,6 +387,38 @@ def test_a_loss_over_values_too_many_to_be_followed_by_what_python_reads_is_said
         assert rule is not None and "a number that Python reads" in rule.reason
 
 
+class Between(Blocks):
+    """Has a change of what a layer is given."""
+
+    def __init__(self, change: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+        self.dummy_inputs = {"x": whole_batch()["x"]}
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return {"loss": squared(self.layers[-1](self.change(x, x.norm().item())))}
+
+
+def changed_in_part(x: torch.Tensor, number: float) -> torch.Tensor:
+    made = torch.zeros_like(x)
+    made[:, 0] = x[:, 0] * number
+    return made
+
+
+def test_a_loss_is_also_by_what_python_reads_before_a_layer() -> None:
+    changes: dict[Callable[[torch.Tensor, float], torch.Tensor], bool] = {
+        changed_in_part: False,
+        torch.mul: False,
+        lambda x, number: x[:, : 1 + int(number)]: False,
+        lambda x, number: x * 0.5: True,
+    }
+    for change, exact in changes.items():
+        rule = split(Between(change).double(), 1)[0].plan({"x": whole_batch()["x"]}).loss
+        assert rule is not None and rule.exact == exact, change
+
+
 class Log:
     """What a loss that only logs has noted."""
 

@@ -94,13 +94,11 @@ def _tables_as_they_were(model: torch.nn.Module) -> Iterator[None]:
     they are in modules without weights."""
     with shown_whole(model):
         tables = {name: each for name, each in model.named_modules() if next(each.parameters(), None) is None}
-    attributes, buffers = Attributes(tables), [(each, dict(each._buffers)) for each in tables.values()]
+    attributes = Attributes(tables)
     try:
         yield
     finally:
         attributes.set_back()
-        for module, before in buffers:
-            module._buffers.update(before)
 
 
 @contextmanager

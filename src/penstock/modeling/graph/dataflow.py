@@ -100,8 +100,8 @@ class DataFlow(TorchDispatchMode):
         asks_known: whether these were, or values that depend on nothing, such as positions counted from 0.
         written, written_inputs: values changed in place after their unit returned them, and arguments changed in place.
         record: the operations on what depends on the arguments.
-        noise: how large the numbers are that stand for what units compute. Zeros do for nearly everything.
-        num_operations, most_operations: those so far, and with how many more `TakesLonger` is raised.
+        noise: how large the numbers are that stand for what units compute. Zeros do, but to see what depends on them.
+        num_operations: those so far; with more than `most_operations` it raises `TakesLonger`.
     """
 
     def __init__(self, position: Callable[[], int], seen: TraceFacts | None = None) -> None:
@@ -132,10 +132,11 @@ class DataFlow(TorchDispatchMode):
         tensor = (spec._replace(shape=()) if is_large else spec).zeros(device)
         if self.noise:
             self._make_noise(tensor)
-        if is_large:
-            storage = storage_of(tensor)
-            self._references[storage._cdata] = StorageWeakRef(storage)
-            self._hollow.add(storage._cdata)
+        if not is_large:
+            return tensor
+        storage = storage_of(tensor)
+        self._references[storage._cdata] = StorageWeakRef(storage)
+        self._hollow.add(storage._cdata)
         return tensor.expand(spec.shape)
 
     def _make_noise(self, tensor: torch.Tensor) -> None:

@@ -306,6 +306,8 @@ class OperationRecord:
         for index in reversed(range(len(self.steps))):
             if index in reached:
                 reached.update(ref.step for ref in self.steps[index].refs())
+        if None in reached:  # a tensor that was changed in part, by any of them
+            reached = {*range(len(self.steps))}
         places = {index: place for place, index in enumerate(sorted(step for step in reached if step is not None))}
 
         def word(leaf: Any) -> Any:
