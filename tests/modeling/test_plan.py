@@ -97,6 +97,19 @@ def test_views_changed_in_place_count_as_the_value_itself() -> None:
     assert splits[0].plan(INPUTS).written == {Value("b", 0, 0)}
 
 
+@pytest.mark.parametrize("way", ["a list", "out"])
+def test_what_an_operation_writes_to_depends_on_what_it_is_given(way: str) -> None:
+    class Writes(Chain):
+        def between(self, x: Tensor, first: Tensor) -> Tensor:
+            held = torch.zeros(first.shape, dtype=first.dtype)
+            with torch.no_grad():
+                torch._foreach_add_([held], [first]) if way == "a list" else torch.mul(first, 2.0, out=held)
+            return x + held
+
+    splits = check_chain(Writes)
+    assert Value("a", 0, 0) in splits[0].plan(INPUTS).boundaries[1]
+
+
 def test_inputs_changed_in_place_are_copied_for_every_stage() -> None:
     class Input(Chain):
         def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Data flow: which values a tensor was computed from, followed through everything the model's own code does.
 
-Marks are kept per storage, so views share them; an operation's outputs carry the marks of all its inputs.
+Marks are kept per storage, so views share them; an operation's outputs, and what it writes to, carry the marks of all
+its inputs.
 """
 
 from __future__ import annotations
@@ -256,12 +257,12 @@ class DataFlow(TorchDispatchMode):
         if deciding:
             self.note_control(self.sources(deciding))
             sources |= {DataDependentTensor(str(func))}
-        for tensor in written_arguments(func, args, kwargs):
+        written = written_arguments(func, args, kwargs)
+        for tensor in written:
             self.note_write(tensor)
         if sources:
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor):
-                    self.mark(tensor, sources)
+            for tensor in (*_tensors(output), *written):
+                self.mark(tensor, sources)
             self.record.note(func, args, kwargs, output, bool(deciding), with_number=bool(self.controls))
         return output
 
