@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import CellType
@@ -56,7 +56,8 @@ class Attributes:
         """Note what was changed since the last look."""
         now, was = self._values(), self._latest
         for place in now.keys() | was.keys():
-            if not _alike(now.get(place), was.get(place)):
+            after, before = now.get(place), was.get(place)
+            if not _same(after, before) and not _alike(after, before):  # the first takes less time
                 prefix, name = place
                 self.changed[f"{prefix}.{name}" if prefix else name] = number
         self._latest = now
@@ -240,7 +241,7 @@ def _fill(value: Any, contents: list[Any]) -> None:
         inside.update(_pairs(contents)) if isinstance(inside, dict) else inside.extend(contents)
 
 
-def _same(some: list[Any] | None, others: list[Any] | None) -> bool:
+def _same(some: Sequence[Any] | None, others: Sequence[Any] | None) -> bool:
     """Whether two lists have the very same entries."""
     return some is not None and others is not None and len(some) == len(others) and all(map(operator.is_, some, others))
 
@@ -261,6 +262,8 @@ def _alike(one: Any, other: Any) -> bool:
 def _state(value: Any) -> Any:
     """What changes of a value in place that has no `_contents`."""
     kind = type(value)
+    if kind in _PLAIN:  # nearly always
+        return 0
     if issubclass(kind, torch.Tensor):
         return 0 if value.is_inference() or value.grad_fn is not None else value._version
     if issubclass(kind, tuple):

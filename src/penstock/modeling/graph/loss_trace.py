@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from penstock.data.microbatch import BatchDims, batch_dim
 from penstock.modeling.graph.chunked_loss import ChunkedLogits
@@ -100,7 +101,7 @@ class LossTrace:
             return
         with self._flow.pause():
             call = self._recognise(func.__name__, given)
-        self._flow.record.use((args, kwargs))
+        self._flow.record.use(pytree.tree_leaves((args, kwargs)))
         self._flow.record.begin(result, call=len(self._calls), is_sum=given["reduction"] == "sum")
         self._calls.append(call)
 

@@ -8,7 +8,7 @@ which argument is its dimension or its reduction. What is not known to leave sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -148,10 +148,10 @@ class OperationRecord:
         self._at[storage_of(tensor)._cdata] = {}
         self._put(tensor, Step(tensor.shape, **what))
 
-    def use(self, given: Any) -> None:
+    def use(self, leaves: Iterable[Any]) -> None:
         """A unit, or a loss function, is given these."""
         with torch._C.DisableTorchFunctionSubclass():  # logits that are made in chunks do not say where they are
-            self._uses += _leaves(pytree.tree_map_only(torch.Tensor, self._as_argument, given))
+            self._uses += [self._as_argument(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def note(
         self,
