@@ -353,6 +353,7 @@ READ: dict[str, Callable[[torch.Tensor, Inputs], torch.Tensor]] = {
     "a number": lambda p, i: squared(p) / (squared(p).item() + 1),
     "a tensor of it": read_in(squared, lambda norm: torch.tensor(norm.item())),
     "a filled tensor": read_in(squared, lambda norm: torch.full((), norm.item())),
+    "a large filled tensor": read_in(lambda p, n: (squared(p) * torch.full((300, 300), n)).mean(), torch.Tensor.item),
     "a whole number": read_in(squared, lambda norm: int(100 * norm.item())),
     "by NumPy": read_in(squared, lambda norm: float(norm.detach().numpy())),
     "as a list": lambda p, i: squared(p, p.norm(dim=(1, 2)).tolist()[0]),
