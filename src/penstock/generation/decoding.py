@@ -47,7 +47,7 @@ from penstock.runtime.engine import Engine
 from penstock.runtime.failures.board import PipelineFailure, noting_on
 from penstock.runtime.failures.position import Among
 from penstock.runtime.formation import adopt_random_state
-from penstock.runtime.gradients.gradients import autocast
+from penstock.runtime.gradients.gradients import autocast, autocast_now
 
 T = TypeVar("T")
 
@@ -189,7 +189,11 @@ class Decoding:
         self._owed.clear()
         self._num_sessions += 1
         try:
-            with self._board.position.call("generation", among=Among.PIPELINE, detail=self), self._one_random_state():
+            with (
+                self._board.position.call("generation", among=Among.PIPELINE, detail=self),
+                autocast_now(self._device)(),  # so that weights that a forward casts stay for the next one
+                self._one_random_state(),
+            ):
                 yield
                 self._settle()
         except PipelineFailure:

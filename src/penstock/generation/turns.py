@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -129,10 +130,12 @@ class _ThreadSettings:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast = {
-            kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
-        }
-        self._caches = torch.is_autocast_cache_enabled()
+        caches = torch.is_autocast_cache_enabled()
+        # Also where it is off: then weights that a forward casts for itself stay for the next one.
+        self._autocast = [
+            partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches)
+            for kind in {"cpu", device.type}
+        ]
         self._stream: Any = None
         if device.type != "cpu":
             current_stream = getattr(torch.get_device_module(device), "current_stream", None)
@@ -148,6 +151,6 @@ class _ThreadSettings:
                     stack.enter_context(module.stream(self._stream))
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._caches))
+            for autocast in self._autocast:
+                stack.enter_context(autocast())
             function(*args)

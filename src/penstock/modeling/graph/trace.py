@@ -63,8 +63,9 @@ from penstock.random_state import (
 # Longer tensors are not looked into, as shapes hardly depend on them.
 MAX_KNOWN = 4096
 
-# Whether it matters what Python reads of tensors is tried with values about as large as these.
-_NOISES = (1.0, -1.0, 1e6, -1e6)
+# Whether it matters what Python reads of tensors is tried with values about as large as these. Code may take one for a
+# size, so that larger ones would fill the memory.
+_NOISES = (1.0, -1.0, 1e3, -1e3)
 
 
 @dataclass(frozen=True, slots=True)

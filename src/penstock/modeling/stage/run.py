@@ -149,7 +149,7 @@ class StageRun:
         if shape.spec != call.output.spec:  # one leaf would be taken for another
             raise RuntimeError(
                 f"The unit {call.unit} would return {shape.structure}, but {call.output.structure} was found when its "
-                "forward was followed. What it returns depends on more than its arguments' shapes"
+                "forward was followed. Let it return the same structure for every microbatch"
             )
         return shape
 
@@ -176,7 +176,10 @@ class StageRun:
         later = self._shapes_later(call, args, kwargs) if lazily else None
         like_first = planned.known or lazily
         if not like_first:
-            output = self._shape(call, args, kwargs)
+            # What is not received is made as this microbatch has it.
+            output = (
+                self._shape(call, args, kwargs) if received else self.functions(call.unit, args, kwargs, output.known)
+            )
 
         def tensor(leaf: int, shape: TensorSpec) -> torch.Tensor:
             if leaf in received:
