@@ -370,3 +370,36 @@ def test_a_loss_counts_as_exact_just_if_its_shares_add_up(name: str) -> None:
 def test_a_criterion_that_returns_nothing_is_told_so() -> None:
     with pytest.raises(CriterionError, match=r"tensor of shape \(\), but returned None"):
         loss_by(lambda outputs, inputs: None, {}, {})  # type: ignore[arg-type, return-value]  # a user's mistake
+
+
+class Noting:
+    """A criterion that notes its losses, as many do for a curve of their own."""
+
+    def __init__(self) -> None:
+        self.average, self.last = torch.zeros(()), 0.0
+        self.history: list[float] = []
+        self.curves: dict[str, list[float]] = {"train": []}
+
+    def __call__(self, outputs: Any, inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = outputs.loss
+        self.last = loss.item()
+        self.history.append(self.last)
+        self.curves["train"].append(self.last)
+        self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss
+
+
+def test_following_a_forward_leaves_nothing_in_what_a_criterion_keeps() -> None:
+    """It runs with zeros, and with numbers up to 1,000, as Python reads its loss."""
+    model, criterion, calls = split(FAMILIES["gpt2"].build(), 2)[0], Noting(), 0
+
+    def counting(outputs: Any, inputs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return criterion(outputs, inputs)
+
+    for each in (criterion, criterion.__call__, counting):
+        rule = model.plan(batch("causal", 2), criterion=each).loss
+        assert rule is not None and rule.exact
+    assert (criterion.last, criterion.history, criterion.curves, calls) == (0.0, [], {"train": []}, 0)
+    assert criterion.average == 0

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # What Penstock and transformers note of what they have done to a module for good.
 _LASTING = frozenset({"_penstock", "_output_capturing_hooks_installed"})
+# Elements of a tensor of which a copy is made to set it back.
+_MOST_COPIED = 1 << 20
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, str, type(None), torch.Size)
 
@@ -140,13 +142,59 @@ def _with_wrapped(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
+class KeptByFunction:
+    """What a function of the user's, such as a criterion, keeps beside its arguments: attributes of it and of its
+    object, what it closes over, and what is in lists, mappings and tensors (but large ones) there. As it is when this
+    is made.
+
+    Args:
+        model: whose modules are looked after elsewhere.
+    """
+
+    def __init__(self, function: Any, model: nn.Module) -> None:
+        while isinstance(function, partial):
+            function = function.func
+        self._cells = [(cell, cell.cell_contents) for cell in _cells(function)]
+        roots = [function, getattr(function, "__self__", None), *(value for _, value in self._cells)]
+        others = set(map(id, model.modules()))
+        self._insides = [
+            (inside, dict(inside))
+            for root in roots
+            if id(root) not in others
+            and not isinstance(root, type | ModuleType)
+            and type(inside := getattr(root, "__dict__", None)) is dict
+        ]
+        values = [*roots, *(value for _, before in self._insides for value in before.values())]
+        values += [entry for value in values if type(value) in _CONTAINERS for entry in _contents(value)]
+        self._contents = [(value, _contents(value)) for value in values if type(value) in _CONTAINERS]
+        tensors = (value for value in values if type(value) is torch.Tensor and not value.is_inference())
+        self._tensors = [(each, each._version, each.clone()) for each in tensors if each.numel() <= _MOST_COPIED]
+
+    def set_back(self) -> None:
+        for cell, value in self._cells:
+            cell.cell_contents = value
+        for inside, before in self._insides:
+            for name in inside.keys() - before.keys():
+                del inside[name]
+            inside.update(before)
+        for value, contents in self._contents:
+            _fill(value, contents)
+        for tensor, version, was in self._tensors:
+            if tensor._version != version:
+                tensor.copy_(was)
+
+
+def _cells(function: Any) -> list[CellType]:
+    """The variables that a function closes over, as far as they have values."""
+    return [cell for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL]
+
+
 def held_by(hook: Any) -> Iterator[Any]:
     """What a function can reach beside its arguments: what it closes over, its object, and what is in these."""
     while isinstance(hook, partial):
         yield from (*hook.args, *hook.keywords.values())
         hook = hook.func
-    cells = [cell for cell in getattr(hook, "__closure__", None) or () if cell != _EMPTY_CELL]
-    for value in (getattr(hook, "__self__", None), *(cell.cell_contents for cell in cells)):
+    for value in (getattr(hook, "__self__", None), *(cell.cell_contents for cell in _cells(hook))):
         yield value
         if isinstance(value, nn.Module) or is_shareable(value):
             yield from (vars(value).values() if hasattr(value, "__dict__") else ())

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from penstock.modeling.collectives import CriterionCollective, OwnCollective
-from penstock.modeling.graph.attributes import Attributes, LeftValue, Variables, leave
+from penstock.modeling.graph.attributes import Attributes, KeptByFunction, LeftValue, Variables, leave
 from penstock.modeling.graph.chunked_loss import KEY, ChunkedLogits, ChunkedLossError
 from penstock.modeling.graph.dataflow import (
     ChangedTensor,
@@ -274,7 +274,7 @@ def _follow(
         }
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        variables = Variables(model.modules())
+        variables, kept = Variables(model.modules()), KeptByFunction(criterion, model)
         outside = Attributes(outside_of_units(model, homes))
         recorder = _CallRecorder(model, functions, device, head, outside)
         flow = recorder.flow
@@ -314,6 +314,7 @@ def _follow(
                 take_away()
             outside.set_back()
             variables.set_back()
+            kept.set_back()
     return recorder, losses, draws, output, loss
 
 
