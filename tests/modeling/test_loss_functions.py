@@ -408,12 +408,28 @@ def changed_in_part(x: torch.Tensor, number: float) -> torch.Tensor:
     return made
 
 
+def logged_beside_a_part(x: torch.Tensor, number: float) -> torch.Tensor:
+    made = torch.zeros_like(x)
+    made[:, 0] = x[:, 0]
+    Log.last = x.detach().mean() / (number + 1)
+    return made
+
+
+def turned(x: torch.Tensor, number: float) -> torch.Tensor:
+    """By a complex constant, as rotary embeddings are."""
+    Log.last = number
+    angles = torch.arange(x.shape[-1], dtype=x.dtype)
+    return torch.real(x * torch.polar(torch.ones_like(angles), angles))
+
+
 def test_a_loss_is_also_by_what_python_reads_before_a_layer() -> None:
     changes: dict[Callable[[torch.Tensor, float], torch.Tensor], bool] = {
         changed_in_part: False,
         torch.mul: False,
         lambda x, number: x[:, : 1 + int(number)]: False,
         lambda x, number: x * 0.5: True,
+        logged_beside_a_part: True,
+        turned: True,
     }
     for change, exact in changes.items():
         rule = split(Between(change).double(), 1)[0].plan({"x": whole_batch()["x"]}).loss

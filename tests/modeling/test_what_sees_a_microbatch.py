@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import weight_norm
+from transformers.modeling_outputs import BaseModelOutput
 
 import penstock
 from tests.support.families import FAMILIES, batch
@@ -108,6 +110,12 @@ def look_up(module: Any, x: torch.Tensor) -> None:
         module.table = torch.arange(3)
 
 
+def set_anew(module: Any, x: torch.Tensor) -> None:
+    module.device, module.ratio = torch.device(x.device), np.float32(x.shape[1])
+    module.table = BaseModelOutput(last_hidden_state=x + 1.0)
+    module.sizes = [1, {"two": (2, x + 2.0)}]
+
+
 def set_weight(module: Any, x: torch.Tensor) -> None:
     if not module.count:
         module.count = 1
@@ -154,6 +162,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "a set": (lambda: Chain(Keeping(add)), "changes attributes of modules (blocks.1.table)"),
     "a tensor in a tuple": (lambda: Chain(Keeping(write)), "changes attributes of modules (blocks.1.shape)"),
     "what is of a graph": (lambda: Chain(Keeping(replace_of_a_graph)), None),
+    "what is set anew": (lambda: Chain(Keeping(set_anew)), None),
     "what is looked up": (lambda: Chain(Keeping(look_up)), None),
     "a count between units": (Rooted, "changes attributes of modules (forwards)"),
     "a first forward that sets a weight": (

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Number
 from types import CellType, ModuleType
 from typing import Any
 
@@ -299,12 +300,16 @@ def _alike(one: Any, other: Any) -> bool:
     kind = type(one)  # and not `isinstance`, which runs code of a configuration's class
     if one is other or kind is not type(other):
         return one is other
-    if issubclass(kind, _PLAIN):
+    if issubclass(kind, (*_PLAIN, Number, torch.device)):
         return repr(one) == repr(other)  # in which NaN is NaN
-    if issubclass(kind, tuple):
+    if issubclass(kind, dict):
+        return one.keys() == other.keys() and all(_alike(value, other[key]) for key, value in one.items())
+    if issubclass(kind, (tuple, list, deque)):
         return len(one) == len(other) and all(map(_alike, one, other))
-    # Another step could not go on with what is of a graph: it is computed anew in each forward.
-    return issubclass(kind, torch.Tensor) and one.grad_fn is not None and other.grad_fn is not None
+    if issubclass(kind, torch.Tensor):
+        # Another step could not go on with what is of a graph: it is computed anew in each forward.
+        return one.grad_fn is not None and other.grad_fn is not None
+    return not is_shareable(one) or _alike(vars(one), vars(other))  # of other kinds it is not known what they are
 
 
 def _state(value: Any) -> Any:

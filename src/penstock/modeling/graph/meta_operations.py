@@ -171,7 +171,7 @@ class RememberedOperations(TorchDispatchMode):
         self._seen.note(func, args, kwargs)
         args, kwargs = self._seen.follow(func, args, kwargs)
         output = self._answer(func, args, kwargs)
-        if not func.is_view:  # which has its storage's marks
+        if not func.is_view or func is torch.ops.aten.lift_fresh.default:  # a view has its storage's marks
             self._seen.mark_own(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
         return output
 

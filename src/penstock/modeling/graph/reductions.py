@@ -76,10 +76,16 @@ State = Constant | Rows | LossParts
 
 
 class TensorRef(NamedTuple):
-    """A tensor by the step that made it; None if its storage was changed in part since."""
+    """A tensor by the step that made it; None if its storage was changed in part since, by any of the steps `parts`."""
 
     step: int | None
     shape: torch.Size
+    parts: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Those that may have made it."""
+        return self.parts if self.step is None else (self.step,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +147,14 @@ class OperationRecord:
         self.asked: list[int | None] = []
         # Tensors and whatever else units and loss functions were given.
         self._uses: list[Any] = []
+        # By storage: which step made which of its views, as they are now; and all steps that have made any.
         self._at: dict[int, dict[Geometry, int]] = {}
+        self._makers: dict[int, list[int]] = {}
 
     def begin(self, tensor: torch.Tensor, **what: Any) -> None:
         """`tensor`, an input say, begins here."""
         self._at[storage_of(tensor)._cdata] = {}
+        self._makers[storage_of(tensor)._cdata] = []
         self._put(tensor, Step(tensor.shape, **what))
 
     def use(self, leaves: Iterable[Any]) -> None:
@@ -188,14 +197,21 @@ class OperationRecord:
 
     def _put(self, tensor: torch.Tensor, step: Step) -> None:
         self.steps.append(step)
-        self._at.setdefault(storage_of(tensor)._cdata, {})[_geometry(tensor)] = len(self.steps) - 1
+        key, index = storage_of(tensor)._cdata, len(self.steps) - 1
+        self._at.setdefault(key, {})[_geometry(tensor)] = index
+        self._makers.setdefault(key, []).append(index)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         return _geometry(tensor) in self._at.get(storage_of(tensor)._cdata, ())
 
     def _as_argument(self, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-        steps = self._at.get(storage_of(tensor)._cdata)
-        return tensor if steps is None else TensorRef(steps.get(_geometry(tensor)), tensor.shape)
+        key = storage_of(tensor)._cdata
+        steps = self._at.get(key)
+        if steps is None:
+            return tensor
+        step = steps.get(_geometry(tensor))
+        makers = self._makers.get(key) or range(len(self.steps))
+        return TensorRef(step, tensor.shape, tuple(makers) if step is None else ())
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
         """Whether a tensor has nothing but values of inputs, and constants, whatever the units compute. `labels` may
@@ -302,13 +318,11 @@ class OperationRecord:
         """What tells how a loss, and what units are given, is made: by which operations, on which numbers and
         constants, but not of which shapes."""
         ends = [*self._uses, self._as_argument(loss)]
-        reached = {leaf.step for leaf in ends if isinstance(leaf, TensorRef)}
+        reached = {step for leaf in ends if isinstance(leaf, TensorRef) for step in leaf.steps}
         for index in reversed(range(len(self.steps))):
             if index in reached:
-                reached.update(ref.step for ref in self.steps[index].refs())
-        if None in reached:  # a tensor that was changed in part, by any of them
-            reached = {*range(len(self.steps))}
-        places = {index: place for place, index in enumerate(sorted(step for step in reached if step is not None))}
+                reached.update(step for ref in self.steps[index].refs() for step in ref.steps)
+        places = {index: place for place, index in enumerate(sorted(reached))}
 
         def word(leaf: Any) -> Any:
             if isinstance(leaf, TensorRef):
@@ -337,7 +351,9 @@ def is_same_way(one: Sequence[Any], other: Sequence[Any]) -> bool:
     def sample(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
         every = [1 + size // 8 if tensor.numel() > _MOST_COMPARED else 1 for size in tensor.shape]
-        return tensor[tuple(slice(None, None, step) for step in every)].nan_to_num()
+        some = tensor[tuple(slice(None, None, step) for step in every)]
+        some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
+        return (some.double() if some.is_floating_point() else some).nan_to_num()  # of which torch has none for float8
 
     return len(one) == len(other) and all(map(same, one, other))
 

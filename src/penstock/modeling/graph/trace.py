@@ -237,12 +237,13 @@ def _reads_matter(flow: DataFlow, loss: torch.Tensor, again: Callable[..., Any])
     for noise in _NOISES:
         try:
             recorder, *_, other = again(noise=noise, most_operations=2 * flow.num_operations + 1000)
-            if other is None or not is_same_way(way, recorder.flow.record.way_to(other)):
-                return True
         except TakesLonger:
             return True
         except Exception:  # whatever the model's code says of them
             num_failed += 1
+            continue
+        if other is None or not is_same_way(way, recorder.flow.record.way_to(other)):
+            return True
     return num_failed == len(_NOISES)
 
 
