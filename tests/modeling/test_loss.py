@@ -403,3 +403,25 @@ def test_following_a_forward_leaves_nothing_in_what_a_criterion_keeps() -> None:
         assert rule is not None and rule.exact
     assert (criterion.last, criterion.history, criterion.curves, calls) == (0.0, [], {"train": []}, 0)
     assert criterion.average == 0
+
+
+class Averaging(nn.Module):
+    """Keeps a running mean in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.mean, self.kept = torch.ones(()), {"largest": torch.ones(())}
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        self.mean.mul_(0.9)
+        self.kept["largest"].copy_(self.mean + 1)
+        return {"loss": x.square().mean(), "x": x}
+
+
+def test_following_a_forward_leaves_tensors_of_a_model_as_they_were() -> None:
+    model = split(Averaging(), 2)[0]
+    model.plan({"x": torch.ones(4, 4)})
+    assert model.model.mean == 1 and model.model.kept["largest"] == 1

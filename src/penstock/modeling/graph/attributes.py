@@ -46,14 +46,19 @@ class Attributes:
 
     Attributes:
         changed: by full name, the number that `look` was given when an attribute was last seen to be changed.
+
+    Args:
+        with_tensors: whether `set_back` also restores what is in tensors, but large ones.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], with_tensors: bool = False) -> None:
         self._modules = modules
         self.changed: dict[str, int] = {}
         self._before = self._latest = self._values()
         registries = (registry for module in modules.values() for registry in _registries(module))
         self._registered = [(registry, [*registry, *registry.values()]) for registry in registries]
+        values = (each for value, _, *contents in self._before.values() for each in (value, *contents))
+        self._tensors = _Copies(values if with_tensors else ())
 
     def look(self, number: int) -> None:
         """Note what was changed since the last look."""
@@ -99,6 +104,7 @@ class Attributes:
             _fill(value, contents)
         for registry, entries in self._registered:
             _fill(registry, entries)
+        self._tensors.set_back()
 
     def _values(self) -> dict[tuple[str, str], tuple[Any, ...]]:
         """By module and name: the value, what changes of it in place, and what is in it."""
@@ -168,8 +174,7 @@ class KeptByFunction:
         values = [*roots, *(value for _, before in self._insides for value in before.values())]
         values += [entry for value in values if type(value) in _CONTAINERS for entry in _contents(value)]
         self._contents = [(value, _contents(value)) for value in values if type(value) in _CONTAINERS]
-        tensors = (value for value in values if type(value) is torch.Tensor and not value.is_inference())
-        self._tensors = [(each, each._version, each.clone()) for each in tensors if each.numel() <= _MOST_COPIED]
+        self._tensors = _Copies(values)
 
     def set_back(self) -> None:
         for cell, value in self._cells:
@@ -180,7 +185,18 @@ class KeptByFunction:
             inside.update(before)
         for value, contents in self._contents:
             _fill(value, contents)
-        for tensor, version, was in self._tensors:
+        self._tensors.set_back()
+
+
+class _Copies:
+    """What is in some tensors, but large ones, among these values, as it is when this is made."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        tensors = (value for value in values if type(value) is torch.Tensor and not value.is_inference())
+        self._before = [(each, each._version, each.clone()) for each in tensors if each.numel() <= _MOST_COPIED]
+
+    def set_back(self) -> None:
+        for tensor, version, was in self._before:
             if tensor._version != version:
                 tensor.copy_(was)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import overrides
+from torch import nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
@@ -193,7 +193,7 @@ class DataFlow(TorchDispatchMode):
         """Mark an argument that a unit has changed in place."""
         self.note_write(tensor)
         self.mark_computed(tensor, source)
-        if self.noise and not self.is_hollow(tensor):
+        if self.noise and not self.is_hollow(tensor) and not isinstance(tensor, nn.Parameter):
             tensor.copy_(self.stand_in(TensorSpec.shape_of(tensor), tensor.device))
 
     def mark_input(self, tensor: torch.Tensor, name: str) -> None:

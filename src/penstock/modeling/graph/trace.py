@@ -276,7 +276,7 @@ def _follow(
         tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
         variables, kept = Variables(model.modules()), KeptByFunction(criterion, model)
-        outside = Attributes(outside_of_units(model, homes))
+        outside = Attributes(outside_of_units(model, homes), with_tensors=True)
         recorder = _CallRecorder(model, functions, device, head, outside)
         flow = recorder.flow
         flow.noise, flow.most_operations = noise, most_operations
