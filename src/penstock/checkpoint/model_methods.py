@@ -37,7 +37,7 @@ from penstock.checkpoint.save import Save, save_parallelized
 from penstock.checkpoint.tensors import tied_groups
 from penstock.checkpoint.training_state import (
     CommonState,
-    DropoutState,
+    RunProgress,
     TrainingState,
     load_object,
     load_training_state,
@@ -246,9 +246,9 @@ def loss_scale_of(optimizer: Any) -> LossScale | None:
     return optimizer.loss_scale if isinstance(optimizer, PipelineOptimizer) else None
 
 
-def progress_of(pipeline: Engine) -> DropoutState | None:
+def progress_of(pipeline: Engine) -> RunProgress | None:
     """What decides the random numbers of the next training step; None before the engine was formed."""
-    return None if pipeline.seed is None else DropoutState(pipeline.seed, pipeline.step_number)
+    return None if pipeline.seed is None else RunProgress(pipeline.seed, pipeline.step_number)
 
 
 def restore_progress(pipeline: Engine, loaded: CommonState) -> None:

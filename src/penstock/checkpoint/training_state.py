@@ -56,8 +56,8 @@ OPTIONAL = frozenset({LOSS_SCALE})
 
 
 @dataclass(frozen=True)
-class DropoutState:
-    """What decides a run's dropout."""
+class RunProgress:
+    """How far a run is, which decides its dropout."""
 
     seed: Count
     steps_begun: Count
@@ -73,7 +73,7 @@ class TrainingState:
     objects: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    run: DropoutState | None = None
+    run: RunProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CommonState:
     values: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]] | None = None
     optimizer: str | None = None
-    run: DropoutState | None = None
+    run: RunProgress | None = None
 
 
 def collect_training_state(

@@ -1,7 +1,8 @@
 """Loops in threads of which exactly one runs at a time: how groups of a batch share a rank.
 
-A loop passes its turn on where it would wait for another rank, and says when it is due again. As no two ever run
-together, they may share whatever a single one may use; what torch keeps for each thread is handed over to all of them.
+A loop passes its turn on where it would wait for another rank, and says when it is due again (by `decoding.Clock`). As
+no two ever run together, they may share whatever a single one may use; what torch keeps for each thread is handed over
+to all of them.
 """
 
 from __future__ import annotations

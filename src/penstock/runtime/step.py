@@ -6,9 +6,9 @@ caller has called `.backward()` on its loss. Everything else happens between two
 A step that all ranks have begun comes to its end, unless a rank is lost or fails. If the caller leaves the loop early
 (a break, an exception in its body), the step runs what is left by itself, as the other ranks wait for this one's
 messages. All ranks then meet in the sum at its end, which counts those that left: if everyone did, the pipeline goes
-on; if not, every rank hears who did. A signal ends no step either: its handler is called at the end, where nothing is
-half done. One that came to some ranks may reach the others a moment later, and they wait for it, so that all have
-trained on the same steps."""
+on; if not, every rank hears who did. A signal ends no step either: its handler is called after the last action, before
+that sum, and what it raises is raised after it. One that came to some ranks may reach the others a moment later, and
+they wait for it, so that all have trained on the same steps."""
 
 from __future__ import annotations
 
@@ -472,6 +472,7 @@ class TrainingStep:
         if only_some_left:
             # The ranks that left do not come to this sum: they raise on every rank, which ends the wait here.
             self._totals.sums([0.0], "asking who left the training step")
+        # Without a signal of its own this rank goes on, and hears from its watcher how the others end.
         if facts.num_interrupted and interrupts.wait(LATE_SIGNAL):
             self._call_handlers()
         return False
