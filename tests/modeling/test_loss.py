@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -389,6 +390,26 @@ class Noting:
         return loss
 
 
+def noted_in(history: list[float], outputs: Any, inputs: Any) -> torch.Tensor:
+    loss: torch.Tensor = outputs.loss
+    history.append(loss.item())
+    return loss
+
+
+class Meter(nn.Module):
+    """A criterion with a metric, as of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Module()
+        self.inside.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, outputs: Any, inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = outputs.loss
+        self.inside.mean.add_(loss.detach())
+        return loss
+
+
 def test_following_a_forward_leaves_nothing_in_what_a_criterion_keeps() -> None:
     """It runs with zeros, and with numbers up to 1,000, as Python reads its loss."""
     model, criterion, calls = split(FAMILIES["gpt2"].build(), 2)[0], Noting(), 0
@@ -398,11 +419,12 @@ def test_following_a_forward_leaves_nothing_in_what_a_criterion_keeps() -> None:
         calls += 1
         return criterion(outputs, inputs)
 
-    for each in (criterion, criterion.__call__, counting):
+    meter = Meter()
+    for each in (criterion, criterion.__call__, counting, functools.partial(noted_in, criterion.history), meter):
         rule = model.plan(batch("causal", 2), criterion=each).loss
         assert rule is not None and rule.exact
     assert (criterion.last, criterion.history, criterion.curves, calls) == (0.0, [], {"train": []}, 0)
-    assert criterion.average == 0
+    assert criterion.average == 0 and meter.inside.mean == 0
 
 
 class Averaging(nn.Module):

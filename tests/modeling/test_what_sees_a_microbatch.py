@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,17 @@ def set_anew(module: Any, x: torch.Tensor) -> None:
     module.sizes = [1, {"two": (2, x + 2.0)}]
 
 
+def replace_array(module: Any, x: torch.Tensor) -> None:
+    module.table = np.zeros(1) if module.table is None else module.table + 1
+
+
+def set_a_circle(module: Any, x: torch.Tensor) -> None:
+    """Objects of which nothing is told in a finite number of steps."""
+    first, second = SimpleNamespace(), SimpleNamespace()
+    first.other, second.other = second, first
+    module.table = first
+
+
 def set_weight(module: Any, x: torch.Tensor) -> None:
     if not module.count:
         module.count = 1
@@ -163,6 +175,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "a tensor in a tuple": (lambda: Chain(Keeping(write)), "changes attributes of modules (blocks.1.shape)"),
     "what is of a graph": (lambda: Chain(Keeping(replace_of_a_graph)), None),
     "what is set anew": (lambda: Chain(Keeping(set_anew)), None),
+    "an array": (lambda: Chain(Keeping(replace_array)), "changes attributes of modules (blocks.1.table)"),
+    "a circle": (lambda: Chain(Keeping(set_a_circle)), "changes attributes of modules (blocks.1.table)"),
     "what is looked up": (lambda: Chain(Keeping(look_up)), None),
     "a count between units": (Rooted, "changes attributes of modules (forwards)"),
     "a first forward that sets a weight": (

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import repeat
 from numbers import Number
 from types import CellType, ModuleType
 from typing import Any
@@ -19,8 +20,8 @@ from torch.utils import _pytree as pytree
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # What Penstock and transformers note of what they have done to a module for good.
 _LASTING = frozenset({"_penstock", "_output_capturing_hooks_installed"})
-# Elements of a tensor of which a copy is made to set it back.
-_MOST_COPIED = 1 << 20
+# Elements of tensors of which copies are made to set them back, and entries of a list.
+_MOST_COPIED, _MOST_ENTRIES = 1 << 20, 10_000
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, str, type(None), torch.Size)
 
@@ -151,19 +152,23 @@ def _with_wrapped(function: Any) -> Iterator[Any]:
 
 class KeptByFunction:
     """What a function of the user's, such as a criterion, keeps beside its arguments: attributes of it and of its
-    object, what it closes over, and what is in lists, mappings and tensors (but large ones) there. As it is when this
-    is made.
+    object (of a module also of those in it), what it closes over or is given by `partial`, and what is in lists,
+    mappings and tensors (but large ones) there. As it is when this is made.
 
     Args:
         model: whose modules are looked after elsewhere.
     """
 
     def __init__(self, function: Any, model: nn.Module) -> None:
+        roots: list[Any] = []
         while isinstance(function, partial):
+            roots += (*function.args, *function.keywords.values())
             function = function.func
         self._cells = [(cell, cell.cell_contents) for cell in _cells(function)]
-        roots = [function, getattr(function, "__self__", None), *(value for _, value in self._cells)]
+        roots += (function, getattr(function, "__self__", None), *(value for _, value in self._cells))
         others = set(map(id, model.modules()))
+        modules = (root for root in roots if isinstance(root, nn.Module) and id(root) not in others)
+        roots += [inner for module in [*modules] for inner in module.modules()]
         self._insides = [
             (inside, dict(inside))
             for root in roots
@@ -172,8 +177,8 @@ class KeptByFunction:
             and type(inside := getattr(root, "__dict__", None)) is dict
         ]
         values = [*roots, *(value for _, before in self._insides for value in before.values())]
-        values += [entry for value in values if type(value) in _CONTAINERS for entry in _contents(value)]
-        self._contents = [(value, _contents(value)) for value in values if type(value) in _CONTAINERS]
+        values += [entry for value in values if _is_short(value) for entry in _contents(value)]
+        self._contents = [(value, _contents(value)) for value in values if _is_short(value)]
         self._tensors = _Copies(values)
 
     def set_back(self) -> None:
@@ -192,13 +197,23 @@ class _Copies:
     """What is in some tensors, but large ones, among these values, as it is when this is made."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        tensors = (value for value in values if type(value) is torch.Tensor and not value.is_inference())
-        self._before = [(each, each._version, each.clone()) for each in tensors if each.numel() <= _MOST_COPIED]
+        self._before: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        room = _MOST_COPIED
+        for value in values:
+            if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_inference():
+                continue
+            if value.numel() <= room and value.is_contiguous():  # no element of which stands for several
+                room -= value.numel()
+                self._before.append((value, value._version, value.clone()))
 
     def set_back(self) -> None:
         for tensor, version, was in self._before:
-            if tensor._version != version:
+            if tensor._version != version and tensor.shape == was.shape:
                 tensor.copy_(was)
+
+
+def _is_short(value: Any) -> bool:
+    return type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES
 
 
 def _cells(function: Any) -> list[CellType]:
@@ -311,21 +326,24 @@ def _same(some: Sequence[Any] | None, others: Sequence[Any] | None) -> bool:
     return some is not None and others is not None and len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether a forward that finds one value in place of another goes on as it would with that."""
+def _alike(one: Any, other: Any, depth: int = 5) -> bool:
+    """Whether a forward that finds one value in place of another goes on as it would with that. Deeper than `depth` is
+    not looked: objects may lead to each other."""
     kind = type(one)  # and not `isinstance`, which runs code of a configuration's class
     if one is other or kind is not type(other):
         return one is other
     if issubclass(kind, (*_PLAIN, Number, torch.device)):
         return repr(one) == repr(other)  # in which NaN is NaN
-    if issubclass(kind, dict):
-        return one.keys() == other.keys() and all(_alike(value, other[key]) for key, value in one.items())
-    if issubclass(kind, (tuple, list, deque)):
-        return len(one) == len(other) and all(map(_alike, one, other))
     if issubclass(kind, torch.Tensor):
         # Another step could not go on with what is of a graph: it is computed anew in each forward.
         return one.grad_fn is not None and other.grad_fn is not None
-    return not is_shareable(one) or _alike(vars(one), vars(other))  # of other kinds it is not known what they are
+    if not depth:
+        return False
+    if issubclass(kind, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key], depth - 1) for key in one)
+    if issubclass(kind, (tuple, list, deque)):
+        return len(one) == len(other) and all(map(_alike, one, other, repeat(depth - 1)))
+    return is_shareable(one) and _alike(vars(one), vars(other), depth - 1)
 
 
 def _state(value: Any) -> Any:

@@ -76,16 +76,18 @@ State = Constant | Rows | LossParts
 
 
 class TensorRef(NamedTuple):
-    """A tensor by the step that made it; None if its storage was changed in part since, by any of the steps `parts`."""
+    """A tensor by the step that made it; None if its storage was changed in part since, by any of the first
+    `num_makers` of the steps `makers`."""
 
     step: int | None
     shape: torch.Size
-    parts: tuple[int, ...] = ()
+    makers: Sequence[int] = ()
+    num_makers: int = 0
 
     @property
-    def steps(self) -> tuple[int, ...]:
+    def steps(self) -> Sequence[int]:
         """Those that may have made it."""
-        return self.parts if self.step is None else (self.step,)
+        return self.makers[: self.num_makers] if self.step is None else (self.step,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +212,8 @@ class OperationRecord:
         if steps is None:
             return tensor
         step = steps.get(_geometry(tensor))
-        makers = self._makers.get(key) or range(len(self.steps))
-        return TensorRef(step, tensor.shape, tuple(makers) if step is None else ())
+        makers: Sequence[int] = self._makers.get(key) or range(len(self.steps))
+        return TensorRef(step, tensor.shape) if step is not None else TensorRef(None, tensor.shape, makers, len(makers))
 
     def keeps(self, tensor: torch.Tensor, labels: Collection[str], others: Collection[str] = ()) -> bool:
         """Whether a tensor has nothing but values of inputs, and constants, whatever the units compute. `labels` may
@@ -346,7 +348,10 @@ def is_same_way(one: Sequence[Any], other: Sequence[Any]) -> bool:
             return type(first) is type(second) and bool(first == second)
         if first is second or first.is_meta or second.is_meta:
             return True
-        return first.shape == second.shape and torch.equal(sample(first), sample(second))
+        if first.layout is not torch.strided and first.numel() > _MOST_COMPARED:
+            return True
+        alike = first.shape == second.shape and first.dtype == second.dtype
+        return alike and torch.equal(sample(first), sample(second))
 
     def sample(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()

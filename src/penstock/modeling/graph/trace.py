@@ -242,7 +242,11 @@ def _reads_matter(flow: DataFlow, loss: torch.Tensor, again: Callable[..., Any])
         except Exception:  # whatever the model's code says of them
             num_failed += 1
             continue
-        if other is None or not is_same_way(way, recorder.flow.record.way_to(other)):
+        try:
+            same = other is not None and is_same_way(way, recorder.flow.record.way_to(other))
+        except Exception:  # of tensors that torch cannot compare
+            same = False
+        if not same:
             return True
     return num_failed == len(_NOISES)
 
