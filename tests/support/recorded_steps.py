@@ -262,7 +262,9 @@ class RecordedRank:
             self.boundaries = Boundaries(self.channels, self.mine.stage_to_rank, self.place.pipeline_rank, CPU)
             self.gradients = Gradients(held, self.context)
             self.totals = Totals(self.context)
-            self.decoding = Decoding(self.context, self.stages, self.channels, contextlib.nullcontext)
+            self.decoding = Decoding(
+                self.context, self.stages, self.channels, contextlib.nullcontext, contextlib.nullcontext
+            )
         if self.schedule.splits_backward:
             install(self.stages, self.gradients.queues)
         self.program, self.forwards = (
