@@ -113,10 +113,12 @@ class Reads(Block):
 
 
 class Root(nn.Module):
+    kind: type[Reads] = Reads
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.start = nn.Linear(WIDTH, WIDTH), None
-        self.blocks = nn.ModuleList(Reads(self) for _ in range(4))
+        self.blocks = nn.ModuleList(self.kind(self) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.start = x = self.first(x)
@@ -139,9 +141,7 @@ class ReadsAndMeans(Reads):
 class RootOfPairs(Root):
     """Uses only the first of what each block returns, so that no stage receives all of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ReadsAndMeans(self) for _ in range(4))
+    kind = ReadsAndMeans
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.start = x = self.first(x)
@@ -158,9 +158,7 @@ class Gives(Reads):
 class RootOfStarts(Root):
     """Uses what its blocks return as they have found it in the model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Gives(self) for _ in range(4))
+    kind = Gives
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.start = x = self.first(x)
