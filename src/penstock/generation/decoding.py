@@ -165,7 +165,7 @@ class Decoding:
         self._clock = Clock.of(context.pipeline, 1)
         self._num_sessions = 0
         # The checksums of plans that all ranks have alike. One that is new on some ranks alone is an error there: they
-        # compare it where the others do not, which the watcher finds.
+        # compare it where the others do not, which the watcher finds, but for groups of a batch.
         self._compared: set[int] = set()
         self._board.on_close(self._results.clear)
         # For the loss only; where experts' shapes are assumed, each token would take a run of their meta copies.
@@ -359,6 +359,7 @@ class Decoding:
             return self._forward({**self._switched_off, **inputs})
 
     def _forward(self, inputs: Mapping[str, Any], call: Callable[..., Any] | None = None) -> Any:
+        """`forward`, under the autocast that is active."""
         tokens_only = self.group.tokens_only and call is None
         plan = self._plan(inputs, call)
         prefill = None if self._turns is None or call is not None else self._prefill(inputs)
