@@ -222,7 +222,7 @@ def test_too_few_devices_are_told_with_how_to_go_on(tmp_path: Path) -> None:
     """Pipelines of three stages only, and two devices: not even the last checkpoint helps before a third comes."""
     folder = str(tmp_path / "checkpoints")
     run = elastic_runs.Run(tmp_path, STEPS, 3, DEPTHS="3", COPIES="1", CHECKPOINTS=folder)
-    members = [run.start("kill@5/forward"), run.start(), run.start()]
+    members = [run.start("kill@5/between"), run.start(), run.start()]
     run.wait()
     for survivor in members[1:]:
         assert survivor.status == 1 and survivor.losses.keys() == set(range(5)), run.printed()
