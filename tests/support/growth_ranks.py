@@ -271,10 +271,13 @@ def lose_one(victim: int, how: str, **told: Any) -> dict[str, Any]:
         lines["ring"] += message.keys() != {"number"}  # with which whoever calls is met
         send(peer, message)
 
+    silent: list[dict[str, Any]] = []
+
     def end_with(record: logging.LogRecord) -> bool:
         # Its host waits for the rank that stands still until the time limit of transfers, and others need its watcher.
         if "does not answer" in record.getMessage():
-            threading.Timer(3.0, ended.end_with, [found(record.getMessage())]).start()
+            silent.append(found(record.getMessage()))
+            threading.Timer(3.0, ended.end_with, silent[:1]).start()
         return True
 
     logging.getLogger("penstock").addFilter(end_with)
@@ -286,5 +289,6 @@ def lose_one(victim: int, how: str, **told: Any) -> dict[str, Any]:
                     kill_self() if how == "kill" else os.kill(os.getpid(), signal.SIGSTOP)
                 output.loss.backward()
     except PipelineFailure as error:
-        return found(str(error))
+        # Of a rank that stands still it was told before: this is one of the others, which ended a moment earlier.
+        return silent[0] if silent else found(str(error))
     raise AssertionError("the step ended without the rank that was lost")
