@@ -13,6 +13,7 @@ import penstock
 from penstock.layout.pipelines import num_stages_on
 from penstock.modeling.graph.chunked_loss import ChunkedLossError
 from penstock.planning.cluster import Cluster, DeviceClass
+from penstock.planning.fit import Recipe, profiles_of, ways
 from penstock.planning.memory import HeldBytes, memory_of_ranks
 from penstock.planning.plan import Job, PlannedPipeline, evaluate
 from penstock.planning.profile import Profile, held_by_stages
@@ -189,3 +190,18 @@ def test_chunks_of_logits_are_planned_only_where_training_takes_them() -> None:
     assert profile_model(llama, 1, 8, loss_chunk_tokens=4).units
     with pytest.raises(ChunkedLossError, match="the logits are used by div"):
         profile_model(gemma, 1, 8, loss_chunk_tokens=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_fit_shows_of_activations_does_not_depend_on_how_logits_are_made(dtype: torch.dtype) -> None:
+    """A copy of all logits, or of a chunk's, in float32 is theirs also where it is gone after the head's forward."""
+    model = FAMILIES["llama"].build(vocab_size=32000, max_position_embeddings=2048)
+    cluster = Cluster((DeviceClass("device", 1, memory=1e15),))
+    parts = {
+        (way.checkpointing, way.loss_chunk_tokens is None): way.bytes_by_kind()
+        for way in ways(profiles_of(model, [Recipe("plain", dtype)], 1, 2048, 1e12), cluster, 2)
+    }
+    for checkpointing in (False, True):
+        whole, chunks = parts[checkpointing, True], parts[checkpointing, False]
+        assert whole["activations"] == chunks["activations"] < 2**25, parts
+        assert whole["logits"] > chunks["logits"] > 1024 * 32000 * 4, parts

@@ -45,7 +45,7 @@ def test_one_message_per_channel_is_room_enough_even_if_sends_block(name: str, p
     """Except where interleaving has groups of more than p microbatches: those beyond p pile up between the ranks."""
     large_groups = name == "interleaved-1f1b" and m > p and m % p != 0
     schedule = build(name, p, m)
-    # It raises Blocked if it gets stuck.
+    # It raises Deadlock if it gets stuck.
     operations = insert_communication(schedule, window=1 + p // 2 if large_groups else 1)
     done = [tuple(operation for operation in row if isinstance(operation, Action)) for row in operations]
     assert tuple(done) == schedule.actions

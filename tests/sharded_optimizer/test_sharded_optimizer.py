@@ -565,18 +565,20 @@ def test_weights_that_no_optimizer_has_updated_are_noticed(pool: Pool) -> None:
         assert "update it with step() of a torch.optim.Optimizer" in str(outcome)
 
 
-def test_without_replicas_it_has_no_effect_and_says_so(pool: Pool) -> None:
-    assert pool.run(2, step_alone) == [1, 0]
+@pytest.mark.parametrize(("stages", "copies"), [(2, 1), (1, 2)])
+def test_where_no_weight_has_more_holders_it_has_no_effect_and_says_so(pool: Pool, stages: int, copies: int) -> None:
+    assert pool.run(2, step_undivided, stages, copies) == [1, 0]
 
 
-def step_alone() -> int:
-    """How often it was said on this rank. The weights of an untied model have one holder each."""
+def step_undivided(stages: int, copies: int) -> int:
+    """How often it was said on this rank. Over two stages the weights of an untied model have one holder each, in two
+    replicas two. An optimizer that cannot be divided makes its step."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("penstock").addHandler(handler)
-    model = parallelize(gpt2(tie_word_embeddings=False), 2, num_microbatches=2, sharded_optimizer=True)
-    step_on(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    model = parallelize(gpt2(tie_word_embeddings=False), stages, num_microbatches=2, sharded_optimizer=copies)
+    step_on(model, Averaging(model.parameters(), lr=0.1), 0)
     return sum("sharded_optimizer has no effect" in words for words in said)
 
 

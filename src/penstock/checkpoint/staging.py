@@ -5,8 +5,9 @@ folders would lose those, and renaming the files one by one mixes two checkpoint
 
 1. Everything, small files beside the weights too, is written to a staging folder *inside* the checkpoint's (the same
    file system), and is on disk before the next step.
-2. What readers start from (the table of contents, the index, or the single file of weights) is replaced in one atomic
-   step. A table or an index names the files where they are staged, and readers find them there.
+2. What readers start from (the table of contents, the index, or the single file of weights; of a run the table and
+   then the index) is replaced, each in one atomic step. A table or an index names the files where they are staged, and
+   readers find them there.
 3. The files are put in their places, and the index is made to name them there. Files of earlier checkpoints, which are
    known by their names, and the staging folder are removed.
 

@@ -54,8 +54,8 @@ class PluginSettings:
         if not self.max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {self.max_norm}")
         check_schedule(self.schedule)
-        # These are keys of the configuration, checked as there. The counts above may be null there, or have other
-        # names; the plugin has always raised TypeError for what is no integer.
+        # These are keys of the configuration, checked as there. The counts above are not: the plugin has always raised
+        # TypeError for what is no integer, and in the configuration some have other names or may be null.
         for key in ("batch_dim", "loss_chunk_tokens", "sharded_optimizer", "patience", "timeout"):
             check_value(key, getattr(self, key))
         check_whole_head("loss_chunk_tokens", self.loss_chunk_tokens, "tp_size", self.tp_size)

@@ -23,9 +23,9 @@ class OwnerChoice(Protocol):
 
     def __call__(
         self, held: Sequence[HeldParameter], before: Sequence[HeldParameter], context: RankContext
-    ) -> list[HeldParameter]:
-        """What this rank holds, with owners on which all ranks agree. All ranks call this together. The parameters in
-        `before`, what it held in this layout until now, keep theirs."""
+    ) -> list[HeldParameter] | None:
+        """What this rank holds, with owners on which all ranks agree; None on all of them if every holder is one. All
+        ranks call this together. The parameters in `before`, what it held in this layout until now, keep theirs."""
 
 
 class SequenceParts(Protocol):

@@ -68,8 +68,8 @@ def holders_of(split: SplitModel, layout: Layout) -> tuple[list[HeldParameter], 
 
 class Parts:
     """One rank's parts. All ranks of the layout make theirs together. `held`: the parameters this rank holds, with the
-    other ranks that do, and the owners that `owner_choice` chooses. `updates`: whether the weights have changed since
-    the last step."""
+    other ranks that do, and the owners that `owner_choice` chooses. `sends_updates`: whether it has chosen any, on any
+    rank. `updates`: whether the weights have changed since the last step."""
 
     gradients: Gradients
     updates: UpdateWatch
@@ -106,8 +106,10 @@ class Parts:
     def build_gradients(self, before: Sequence[HeldParameter] = ()) -> None:
         """Make the parts that know the model's parameters and modules; `before` is what was held until now."""
         context, model = self.context, self._split.model
-        if self._owner_choice is not None:
-            self.held = self._owner_choice(self.held, before, context)
+        chosen = None if self._owner_choice is None else self._owner_choice(self.held, before, context)
+        self.sends_updates = chosen is not None
+        if chosen is not None:
+            self.held = chosen
         self.gradients = Gradients(self.held, context)
         self._ids = frozenset(id(weight.parameter) for weight in self.held)
         self._has_owners = any(weight.owners for weight in self.held)

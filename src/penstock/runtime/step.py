@@ -7,8 +7,8 @@ A step that all ranks have begun comes to its end, unless a rank is lost or fail
 (a break, an exception in its body), the step runs what is left by itself, as the other ranks wait for this one's
 messages. All ranks then meet in the sum at its end, which counts those that left: if everyone did, the pipeline goes
 on; if not, every rank hears who did. A signal ends no step either: its handler is called after the last action, before
-that sum, and what it raises is raised after it. One that came to some ranks may reach the others a moment later, and
-they wait for it, so that all have trained on the same steps."""
+that sum (where the caller has left the loop, after it), and what it raises is raised after it. A signal that came to
+some ranks may reach the others a moment later, and they wait for it, so that all have trained on the same steps."""
 
 from __future__ import annotations
 

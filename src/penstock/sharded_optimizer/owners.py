@@ -56,15 +56,16 @@ def choose_owners(groups: Sequence[OwnershipGroup], used: Sequence[float], copie
 
 def with_owners(
     held: Sequence[HeldParameter], before: Sequence[HeldParameter], context: RankContext, copies: int
-) -> list[HeldParameter]:
-    """What this rank holds, with `copies` owners each, on which all ranks agree. All ranks call this together. The
-    parameters in `before`, what it held in this layout until now, keep their owners, who have their state."""
+) -> list[HeldParameter] | None:
+    """What this rank holds, with `copies` owners each, on which all ranks agree; None if no weight of any rank has
+    more holders. All ranks call this together. The parameters in `before`, what it held in this layout until now, keep
+    their owners, who have their state."""
     shared = context.groups.reduction
     if not any(len(ranks) > copies for ranks in shared):
         if context.rank == 0:
             most = f"{copies} rank{'s' * (copies > 1)}"
             logger.warning("sharded_optimizer has no effect: no parameter is held by more than %s", most)
-        return list(held)
+        return None
     owners = {(weight.name, weight.ranks): weight.owners for weight in before if weight.owners}
     first = [weight for weight in held if weight.ranks[0] == context.rank and len(weight.ranks) > 1]
     new = [weight for weight in first if (weight.name, weight.ranks) not in owners]

@@ -55,7 +55,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for engine in engines:
         if engine.options.owner_choice is None:
             continue
-        if not (engine.recovery.repeats or (engine.is_open and engine.context.groups.reduction)):
+        # In an elastic run there may be owners after the next change of members.
+        if not (engine.recovery.repeats or (engine.is_open and engine.parts.sends_updates)):
             continue
         if callable(getattr(optimizer, "eval", None)):
             raise NotImplementedError(

@@ -21,7 +21,8 @@ from penstock.nested import is_record, items_of
 
 # What asks a tensor for its shape, type or device, in the words of `torch.overrides`.
 _GETTER = "__get__"
-_PLAIN = frozenset({type(None), bool, int, float, str})
+# What nearly all values are that a unit is given, and the fastest to tell.
+_NOT_UNRECEIVED = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 _CAUSES = (
     "Its control flow depends on the values of inputs, weights or variables, on what its forwards leave behind, or on "
     "random numbers such as those that leave layers out (set that probability to 0), which a pipeline cannot follow"
@@ -132,14 +133,26 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def has_unreceived(tree: Any) -> bool:
-    """Whether one is in a tensor, a list, tuple, mapping or data class."""
-    if isinstance(tree, torch.Tensor):
-        return isinstance(tree, Unreceived)
-    if type(tree) in _PLAIN:  # every call of a unit is looked at, and the questions below take longer
-        return False
-    if isinstance(tree, Mapping):
-        return any(map(has_unreceived, tree.values()))
-    if isinstance(tree, (tuple, list)):
-        return any(map(has_unreceived, tree))
-    return is_record(tree) and any(has_unreceived(item) for _, item in items_of(tree) or ())
+def has_unreceived(*values: Any) -> bool:
+    """Whether one is among these, or in a list, tuple, mapping or data class among them."""
+    for value in values:
+        if type(value) in _NOT_UNRECEIVED:
+            continue
+        if isinstance(value, torch.Tensor):
+            found = isinstance(value, Unreceived)
+        elif isinstance(value, (tuple, list)):
+            found = has_unreceived(*value)
+        elif isinstance(value, Mapping):
+            found = has_unreceived(*value.values())
+        else:
+            found = is_record(value) and has_unreceived(*(item for _, item in items_of(value) or ()))
+        if found:
+            return True
+    return False
+
+
+def refuse_unreceived(user: str, *values: Any) -> None:
+    """Raise RuntimeError if what a unit of this stage, or the caller, is given depends on a value that another stage
+    computes and does not send here. Every call of a unit is looked at."""
+    if has_unreceived(*values):
+        raise uses_unreceived(user)

@@ -17,7 +17,7 @@ from penstock.modeling.graph.plan import PlannedCall, StageCall, StagePlan
 from penstock.modeling.graph.shapes import OtherStructure, OutputShape, ShapeFunctions, flatten, lengths, side_outputs
 from penstock.modeling.instrumentation import Intercepted
 from penstock.modeling.placeholders.caches import frozen_cache
-from penstock.modeling.placeholders.unreceived import Unreceived, has_unreceived, other_path, uses_unreceived
+from penstock.modeling.placeholders.unreceived import Unreceived, other_path, refuse_unreceived
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.tensor_spec import TensorSpec
 from penstock.random_state import key_of, mixed
@@ -74,7 +74,7 @@ class StageRun:
         if any(value is None for value in self._sends):
             raise other_path("it skipped a unit, and has to call the same ones each time")
         # A unit may have used one that it was not given: read from an object, say.
-        self.refuse_unreceived("what is sent to the next stage", self._sends)
+        refuse_unreceived("what is sent to the next stage", *self._sends)
         return tuple(self._sends)  # type: ignore[arg-type]  # no None is left
 
     def call(self, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,17 +103,11 @@ class StageRun:
             seed(mixed(self._seed, planned.seeds[1]))
         return output
 
-    def refuse_unreceived(self, user: str, given: Any) -> None:
-        """Raise RuntimeError if what a unit of this stage, or the caller, is given depends on a value that another
-        stage computes and does not send here."""
-        if has_unreceived(given):
-            raise uses_unreceived(user)
-
     def _run(
         self, planned: StageCall, unit: Intercepted, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a unit of this stage, and keep what the next stage needs of its output."""
-        self.refuse_unreceived(unit.name, (args, kwargs))
+        refuse_unreceived(unit.name, *args, *kwargs.values())
         shape, self.inside = planned.call.output, unit.name
         side_lengths = lengths(side_outputs()) if shape.captured else {}
         # Before the unit runs, as it may lengthen a cache on which shapes depend.

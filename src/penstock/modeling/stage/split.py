@@ -29,6 +29,7 @@ from penstock.modeling.placeholders.ghosts import (
     strip,
 )
 from penstock.modeling.placeholders.partial_states import mark_states
+from penstock.modeling.placeholders.unreceived import refuse_unreceived
 from penstock.modeling.sharding import WeightSharding
 from penstock.modeling.stage.host_values import HostValues
 from penstock.modeling.stage.kept_state import KeptState
@@ -314,7 +315,7 @@ class SplitModel:
         handled = partial(self._handled, plan, run, run_model, seed)
         with self._refused:
             output = self._watched(plan, stage, handled) if watch else handled()
-        run.refuse_unreceived("the model's output", output)
+        refuse_unreceived("the model's output", output)
         return (None if stage < self.num_stages - 1 else output), run.finished()
 
     def run_to_end(
@@ -344,7 +345,7 @@ class SplitModel:
             return run_model()
         output = None if run.plan.idle and early_exit else self._handled(plan, run, run_model, seed)
         if stage == plan.num_stages - 1:
-            run.refuse_unreceived("the model's output", output)
+            refuse_unreceived("the model's output", output)
         run.finished()
         return output
 
