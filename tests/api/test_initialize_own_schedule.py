@@ -205,6 +205,16 @@ def test_a_registered_schedule_is_planned_with_and_fits(registered: None) -> Non
     assert fits == {"1f1b": [False, True], NAME: [True, True]}  # with activations recomputed there are few to hold
 
 
+def test_a_registered_schedule_that_holds_little_is_planned_exactly_on_unlike_devices(registered: None) -> None:
+    """The large jobs' search has 1F1B's formula, by which another split is the best: 114 seconds."""
+    costs = (1.0, 1.0, 5.0, 1.0)
+    units = tuple(UnitCost(f"unit{n}", cost, cost, cost, weights=1, kept=4) for n, cost in enumerate(costs))
+    devices = DeviceClass("fast", 2, memory=12.0), DeviceClass("slow", 1, speed=0.4, memory=18.0)
+    profile, cluster = Profile("model", units), Cluster(devices)
+    (plan, *_) = make_plans(Job(profile, cluster, 4, schedules=(NAME,)), 1)
+    assert plan.seconds == pytest.approx(best_simulated_by_brute_force(profile, cluster, 4, 1, (NAME,))) == 96.0
+
+
 def test_a_registered_schedule_is_simulated_drawn_and_named(registered: None, tmp_path: Path) -> None:
     simulated = run("simulate", NAME, "1f1b", "-p", 2, "-m", 3)
     assert [float(rows(simulated)[name][0]) for name in (NAME, "1f1b")] == [3 * 6, (3 + 2 - 1) * 3]

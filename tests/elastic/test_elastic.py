@@ -181,6 +181,23 @@ def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path,
         assert again == set(range(3, run.steps))
 
 
+def test_who_comes_as_the_run_goes_back_to_a_checkpoint_is_taken_in_afterwards(tmp_path: Path) -> None:
+    """The only one with a part of the model is lost as the generation with the new process forms."""
+    run = elastic_runs.Run(tmp_path, STEPS, 3, DEPTHS="2,3", COPIES="1", CHECKPOINTS=str(tmp_path / "checkpoints"))
+    killed, *others = run.start("await@4/loop", "kill@any/forming 1"), run.start(), run.start()
+    run.begin()
+    joiner = run.start()
+    run.wait()
+    assert killed.status == -9, run.printed()
+    assert_as_undisturbed(run, [*others, joiner])
+    for member in others:
+        assert member.losses.keys() == set(range(STEPS))
+        lost, came = member.end["changes"]
+        assert lost["restored"].endswith("step-00000003") and (len(lost["lost"]), lost["joined"]) == (1, [])
+        number = next(note["member"] for note in joiner.notes if "member" in note)
+        assert (came["restored"], came["lost"], came["joined"]) == ("", [], [number])
+
+
 def test_where_two_ranks_own_each_weight_one_after_the_other_may_be_lost(tmp_path: Path) -> None:
     """There is no checkpoint to go back to. In the end two pipelines are left, and all own all."""
     run = elastic_runs.Run(tmp_path, STEPS, 6, DEPTHS="1,2", COPIES="3", PLUGIN='{"sharded_optimizer": 2}')

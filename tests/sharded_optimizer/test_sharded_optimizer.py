@@ -22,6 +22,7 @@ import penstock
 from penstock import Booster
 from penstock.checkpoint.optimizer_state import logical_names
 from penstock.runtime.comm.settings import SettingsMismatch
+from penstock.runtime.gradients.updates import Update
 from penstock.sharded_optimizer.owners import OwnershipGroup, choose_owners
 from tests.support.families import FAMILIES, batch
 from tests.support.hetero import batch_size, make_plugin, num_ranks, pad, samples
@@ -547,6 +548,21 @@ def test_optimizers_that_cannot_be_divided_are_refused_by_name(
 ) -> None:
     for outcome in pool.run(2, step_with, kind, 1, outcomes=True):
         assert isinstance(outcome, Exception) and words in str(outcome), outcome
+
+
+def refused_after_another_model() -> bool:
+    """Whether a step that was refused counts as one that was begun, where a model without owners came first."""
+    backward(parallelize(gpt2(), 1, num_microbatches=2), 0)
+    model = parallelize(gpt2(), 1, num_microbatches=2, sharded_optimizer=True)
+    backward(model, 0)
+    with pytest.raises(NotImplementedError, match="other weights in evaluation"):
+        Averaging(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model.pipeline.parts.updates.state() is Update.PART
+
+
+def test_a_step_that_is_refused_has_not_begun(pool: Pool) -> None:
+    assert pool.run(2, refused_after_another_model) == [False, False]
 
 
 def updated_by_hand() -> None:

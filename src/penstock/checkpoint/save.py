@@ -1,8 +1,8 @@
 """Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
 
-`Save` writes all that Penstock writes into a folder, in one sequence of steps, by a plan of files (see
-`SaveFormat.plan`). What a method of the model's own class writes is gathered by such a plan, too: see
-`model_methods.save_by_own_method`.
+`Save` writes all files of weights and states of a folder, in one sequence of steps, by a plan (see `SaveFormat.plan`).
+The Trainer's small files are written beside it. What a method of the model's own class writes is gathered by such a
+plan, too: see `model_methods.save_by_own_method`.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
 which end when a rank is lost or the program destroys its groups. So each rank marks in the staging folder, which all

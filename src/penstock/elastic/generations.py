@@ -95,9 +95,9 @@ class Generations:
         """Wait until this member is part of a generation, the first one or a later one, and meet its other members.
         Raises RuntimeError if the run has ended, ValueError if it refuses this process."""
         self.now = latest(self.membership.meeting) or self._begin()
-        if self.member not in self.now.members:
-            self.now = self._join(self.now)
         while True:
+            if self.member not in self.now.members:
+                self.now = self._join(self.now)
             if self.now.reason_to_stop:
                 raise RunEnded(f"the run cannot begin: {self.now.reason_to_stop}")
             try:
@@ -303,7 +303,7 @@ def agree(
 ) -> Generation:
     """End a generation and return the next one. `plan`: makes the next generation, on the member that decides.
     `announce`: whether the others need to be told that the generation ends. Raises LeftOut if this member is not part
-    of the next one, unless its report says that it is leaving."""
+    of the next one, unless its report says that it is leaving, or new, and may ask again."""
     meeting, pulse = membership.meeting, membership.pulse
     pulse.forget()
     me, decided = membership.id, None
@@ -332,7 +332,7 @@ def agree(
                 lost |= {member for member in now.members if member not in reports}
         view = View(me, now.members, reports, lost, decided)
         move = next_move(view)
-        if move is Move.LEFT_OUT and not report.leaving:
+        if move is Move.LEFT_OUT and not (report.leaving or report.new):
             raise LeftOut(
                 f"member {me} was taken for lost, and the others went on without it (generation "
                 f"{now.number + 1}): it ends. Start it again to join them"

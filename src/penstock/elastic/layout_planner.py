@@ -116,6 +116,10 @@ class LayoutPlanner:
             checkpoint=checkpoint, makes_weights=makes_weights,
         )  # fmt: skip
         decided = decide(going_on, joining)
+        waiting = joining if decided.restore else []
+        if waiting:  # those who come have no `CheckpointManager` yet: they join once the others are back
+            joining = []
+            decided = decide(going_on, joining)
         while decided.reason_to_stop and joining:
             membership.refuse(joining.pop(), decided.reason_to_stop)  # the members go on without the last who came
             decided = decide(going_on, joining)
@@ -124,13 +128,13 @@ class LayoutPlanner:
         left = tuple(
             report.member for report in view.reports.values() if report.leaving and report.member not in decided.members
         )
-        lost = tuple(member for member in decided.lost if member not in left)
+        lost = tuple(member for member in decided.lost if member not in (*left, *waiting))
         if left and not lost and not decided.members:
             last = max(report.committed for report in view.reports.values())
             decided = replace(decided, step=last, reason_to_stop="all its members were told to leave it")
         if not fresh and not decided.restore:
             decided = replace(decided, calls=calls, dropped=dropped)
-        requests = requests if fresh else 0
+        requests = requests if fresh and not waiting else 0
         return replace(decided, fresh=fresh, requests=requests, left=left, lost=lost, handing_over=handing_over)
 
     def decide(

@@ -46,7 +46,9 @@ class ElasticRun:
     Attributes:
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
-        in_call: whether a call is being made.
+        states: of what belongs to the model and is the user's, such as the optimizer.
+        changes: the records of those that are complete.
+        in_call: whether a call is being made, or made again: what it calls is part of it.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
         save_unfinished: saves the run, on all ranks, when all of them leave it; None if nothing here can.
@@ -81,7 +83,7 @@ class ElasticRun:
         # Whether the members have decided to go back to a checkpoint, and this one has not loaded it yet.
         self._going_back = False
         self._num_updates = 0
-        # The calls since the last update.
+        # The calls since the last update, as far as they may have to be repeated.
         self._log = Log()
         # Those of them that are to be repeated before the next call.
         self._todo: list[LoggedCall] = []
@@ -266,9 +268,13 @@ class ElasticRun:
             return any(facts[0] for facts in facts_by_rank.values())
 
     def _repeat(self) -> None:
-        while self._todo:
-            self._todo[0].run()
-            self._todo.pop(0)
+        before, self.in_call = self.in_call, True
+        try:
+            while self._todo:
+                self._todo[0].run()
+                self._todo.pop(0)
+        finally:
+            self.in_call = before
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
@@ -352,14 +358,14 @@ class ElasticRun:
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
 
-    def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float | None) -> Change:
+    def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float) -> Change:
         """The record of the change under way, in which the phases to come are still to be entered."""
         lost, left, joined = tuple(following.lost), tuple(following.left), tuple(following.joining)
         if self._change is not None and self._has_formed:
             self._interrupted.append(self._change)
         elif self._change is not None:  # its generation was lost before it formed here: this one has followed instead
             lost, left = (*self._change.lost, *lost), (*self._change.left, *left)
-            joined = tuple(dict.fromkeys((*self._change.joined, *joined)))  # who had not formed it either joins again
+            joined = tuple(dict.fromkeys(each for each in (*self._change.joined, *joined) if each in following.members))
         seconds = {
             "detect": max(0.0, started - failed_at) if failed_at else 0.0,
             "agree": time.time() - started - following.seconds,

@@ -21,6 +21,7 @@ from penstock.planning.memory import memory_of_ranks
 from penstock.planning.microbatches import split_microbatches
 from penstock.planning.plan import schedule_of
 from penstock.planning.profile import held_by_stages, sums
+from penstock.schedule.registry import live_microbatches
 
 Counts = tuple[int, ...]
 # A job is small if it has at most so many devices, splits over orders of devices, and sets of pipelines.
@@ -143,7 +144,10 @@ class _Pipelines:
         """A lower bound of the step of each order and split; infinite if it fits in no case."""
         if microbatches not in self._bounds:
             one_stage_each = self._ends.shape[1] - 1 == self._depth
-            live = [min(microbatches, self._depth - rank) if one_stage_each else 1 for rank in range(self._depth)]
+            live = [
+                live_microbatches(self._name, self._depth, rank, microbatches) if one_stage_each else 1
+                for rank in range(self._depth)
+            ]
             fits = (self._state + self._kept * np.array(live) <= self._limits * (1 + ROUNDING)).all(-1)
             bound = np.maximum((self._before + microbatches * self._work).max(-1), self._path)
             self._bounds[microbatches] = np.where(fits, bound, np.inf)

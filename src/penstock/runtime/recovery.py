@@ -30,7 +30,7 @@ class Recovery(Protocol):
 
     Attributes:
         repeats: whether a call may be made again, with other ranks.
-        in_call: whether one is being made.
+        in_call: whether one is being made, or made again.
         joined: whether this process came to a run under way.
         step: updates made in the run; 0 where nobody counts them.
         accumulating: whether there are gradients that no update has used, which a repetition would need.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.comm.gloo import wait_for_all
@@ -41,7 +41,10 @@ def owner_choice_for(copies: int) -> OwnerChoice | None:
 
 @functools.cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    handle = register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    # Before the hook of `torch_calls` that counts updates: one that is refused has not begun.
+    hooks: Any = _global_optimizer_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

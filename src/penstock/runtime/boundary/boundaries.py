@@ -2,9 +2,9 @@
 
 Shapes, types and gradient flags of what crosses follow from the microbatch's own input shapes, from autocast and from
 which parameters are trainable in the stages before. A header goes before the first microbatch with a new combination.
-Both sides remember it: later microbatches need no message about shapes, and their receives can be posted ahead. A
-receive is posted when `post` is called, at the latest when its message is taken. With gloo it is posted earlier, as far
-ahead as there is room; see `P2PChannels.receives_ahead`.
+Both sides remember it: later microbatches need no message about shapes, and their receives can be posted ahead. The
+receive of activations, gradients or a loss is posted when `post` is called, at the latest when its message is taken.
+With gloo it is posted earlier, as far ahead as there is room; see `P2PChannels.receives_ahead`.
 
 A value may get no gradient at all (a `detach`, a branch that nothing uses), and the previous stage must know of it:
 
