@@ -160,10 +160,7 @@ class KeptByFunction:
     """
 
     def __init__(self, function: Any, model: nn.Module) -> None:
-        roots: list[Any] = []
-        while isinstance(function, partial):
-            roots += (*function.args, *function.keywords.values())
-            function = function.func
+        function, roots = _without_partials(function)
         self._cells = [(cell, cell.cell_contents) for cell in _cells(function)]
         roots += (function, getattr(function, "__self__", None), *(value for _, value in self._cells))
         others = set(map(id, model.modules()))
@@ -221,11 +218,19 @@ def _cells(function: Any) -> list[CellType]:
     return [cell for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL]
 
 
+def _without_partials(function: Any) -> tuple[Any, list[Any]]:
+    """What the `partial`s around a function call, and the arguments that they give it."""
+    given: list[Any] = []
+    while isinstance(function, partial):
+        given += (*function.args, *function.keywords.values())
+        function = function.func
+    return function, given
+
+
 def held_by(hook: Any) -> Iterator[Any]:
     """What a function can reach beside its arguments: what it closes over, its object, and what is in these."""
-    while isinstance(hook, partial):
-        yield from (*hook.args, *hook.keywords.values())
-        hook = hook.func
+    hook, given = _without_partials(hook)
+    yield from given
     for value in (getattr(hook, "__self__", None), *(cell.cell_contents for cell in _cells(hook))):
         yield value
         if isinstance(value, nn.Module) or is_shareable(value):
