@@ -535,9 +535,10 @@ import atexit, threading, time
 # Called last.
 atexit.register(lambda: print(*(thread.name for thread in threading.enumerate())))
 import torch.distributed as dist
+from penstock.runtime import threads
 from penstock.runtime.failures.keys import Keys
-from penstock.runtime.threads import start_thread
 
+threads.ENDING_SECONDS = 60.0  # as good as for ever
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 keys = Keys(store, 10.0)
 keys.put("key", "value")
@@ -550,7 +551,7 @@ def ask():
         store.set("key", "value")
         time.sleep(0.002)
 
-start_thread(ask, name="asking")
+threads.start_thread(ask, name="asking")
 atexit.register(ending.set)
 """
 
