@@ -388,7 +388,7 @@ def test_shards_of_a_stage_are_lost_together(tmp_path: Path) -> None:
 def test_training_goes_on_without_the_store_until_somebody_is_lost(tmp_path: Path, order: str) -> None:
     with elastic_runs.served_store(tmp_path) as (address, process):
         run = elastic_runs.Run(tmp_path, STEPS, 2, store=address, STORE_PROCESS=str(process), ANSWER="3")
-        members = [run.start(f"{order}@3/loop", "kill@6/loop"), run.start()]
+        members = [run.start(f"{order}@3/loop", "kill@6/between"), run.start()]
         run.wait()
     assert members[1].status == 1
     assert members[1].losses.keys() == set(range(6))
