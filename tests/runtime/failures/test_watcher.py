@@ -27,6 +27,7 @@ from penstock import PipelineFailure
 from penstock.runtime import formation
 from penstock.runtime.comm import rollcall
 from penstock.runtime.comm.groups import Groups
+from penstock.runtime.failures import board as board_module
 from penstock.runtime.failures import inquiry
 from penstock.runtime.failures import ring as ring_module
 from penstock.runtime.failures.keys import Keys
@@ -309,9 +310,10 @@ def test_a_partner_that_shares_a_sequence_is_asked_too(tmp_path: Path) -> None:
         assert "this can never end" in lines[-1]
 
 
-SECONDS = 2.0  # that a transfer may take
+SECONDS = 5.0  # that a transfer may take
 
 
+@mock.patch.object(board_module, "DETAIL_WAIT", 0.2)  # the store tells them nothing more
 def work_beside_one_that_stands_still(victim: int, moment: str) -> None:
     """A rank stands still where process groups are made, or between two steps."""
     model = build(3)  # on a busy machine the ranks come at different times: from here on they are together
