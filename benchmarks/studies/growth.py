@@ -15,7 +15,9 @@ import argparse
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def count(world: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         "messages and sums of a step": most("step", *MESSAGES),
         "Python calls that compare in a step": most("step", "python calls"),
     }
-    ends, _ = run_counted(world, lines_of_a_wait, world - 1, 2.0, 8.0)
+    ends, _ = run_counted(world, lines_of_a_wait, world - 1, 2.0, partial(time.sleep, 8.0))
     found["lines of a wait, all ranks"] = sum(values(ends))
     losses = [lose(world, how) for how in ("kill", "stop")]
     found |= {f"lines of a loss ({lost['how']}), all ranks": lost["lines"] for lost in losses}

@@ -50,7 +50,8 @@ OWNERS = {b"//cpu//": "gloo", b"penstock": "Penstock", b"is there an answer": "P
 class CountingProxy:
     """Between the ranks and their store: counts their connections, what they send, which is one piece for each
     question, and all bytes; these also by whose they are. When a rank says `AT_REST`, also the connections that are
-    held then, and the questions until then.
+    held then, and the questions until then without those that a connection has brought before: how often something is
+    looked for says how long it took to come.
 
     Attributes:
         port: where the ranks find it.
@@ -73,13 +74,13 @@ class CountingProxy:
                     self.counts["connections"] += 1
                     held += 1
                     store = socket.create_connection(("127.0.0.1", self._store.port))
-                    owner = ["torch"]  # of the latest question
+                    owner, known = ["torch"], set[bytes]()  # of the latest question, and all questions
                     for one, other, asks in ((caller, store, True), (store, caller, False)):
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        poll.register(one, selectors.EVENT_READ, (other, asks, owner))
+                        poll.register(one, selectors.EVENT_READ, (other, asks, owner, known))
                     continue
                 assert isinstance(key.fileobj, socket.socket)
-                other, asks, owner = key.data
+                other, asks, owner, known = key.data
                 try:
                     piece = key.fileobj.recv(1 << 16)
                     other.sendall(piece)
@@ -87,8 +88,10 @@ class CountingProxy:
                     piece = b""
                 if asks:
                     owner[0] = next(name for mark, name in OWNERS.items() if mark in piece)
+                    self.counts["different operations"] += bool(piece) and piece not in known
+                    known.add(piece)
                     if AT_REST.encode() in piece:
-                        self.counts["held"], self.counts["asked"] = held, self.counts["operations"]
+                        self.counts["held"], self.counts["asked"] = held, self.counts["different operations"]
                 for whose in ("", f" of {owner[0]}"):
                     self.counts[f"bytes{whose}"] += len(piece)
                     self.counts[f"operations{whose}"] += asks and bool(piece)
@@ -230,8 +233,8 @@ def groups_of_one(world_size: int, num_stages: int, rank: int, device: str) -> C
     return counts
 
 
-def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
-    """The lines that this rank sent to the watchers of others while one rank was slow for so long."""
+def lines_of_a_wait(slow: int, patience: float, stay: Callable[[], object]) -> int:
+    """The lines that this rank sent to the watchers of others while one rank was slow, as it had to `stay`."""
     model, inputs = formed()
     usual, model.pipeline.board.patience = model.pipeline.board.patience, patience
     run_step(model, inputs)
@@ -247,7 +250,7 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
 
     with mock.patch.object(ring._Peer, "send", counting), mock.patch.object(ring.Ring, "tell_one", counting_answers):
         if dist.get_rank() == slow:
-            time.sleep(seconds)
+            stay()
         run_step(model, inputs)
         dist.barrier()
     dist.barrier()  # none takes its leave while others count
@@ -256,8 +259,9 @@ def lines_of_a_wait(slow: int, patience: float, seconds: float) -> int:
 
 
 def lose_one(victim: int, how: str, **told: Any) -> dict[str, Any]:
-    """Three steps; then one rank is killed or stopped inside a step: what this rank says of it, after how many seconds,
-    and the lines that it sent to the watchers of others; and what it has `told` already."""
+    """Three steps; then one rank is killed or stopped inside a step: what this rank says of it, after how many seconds
+    it said so and had learned of it, and the lines that it sent to the watchers of others; and what it has `told`
+    already."""
     model, inputs = formed()
     for _ in range(3):
         run_step(model, inputs)
@@ -265,7 +269,9 @@ def lose_one(victim: int, how: str, **told: Any) -> dict[str, Any]:
     assert store is not None
 
     def found(text: str) -> dict[str, Any]:
-        return {**told, "text": text, "seconds": time.time() - float(store.get("fault")), "lines": lines.total()}
+        fault, now = float(store.get("fault")), time.time()
+        learned = (model.pipeline.board.failed_at or now) - fault
+        return {**told, "text": text, "seconds": now - fault, "learned": learned, "lines": lines.total()}
 
     def counting(peer: Any, message: dict[str, Any]) -> None:
         lines["ring"] += message.keys() != {"number"}  # with which whoever calls is met
