@@ -1,4 +1,5 @@
-"""Saving a model from all ranks at once: a file for each rank and a table of contents, or one merged checkpoint.
+"""Saving from all ranks at once: a file for each rank and a table of contents, or a merged checkpoint of the model or
+of its adapters.
 
 `Save` writes all files of weights and states of a folder, in one sequence of steps, by a plan (see `SaveFormat.plan`).
 The Trainer's small files are written beside it. What a method of the model's own class writes is gathered by such a

@@ -1,10 +1,9 @@
 """The protocol by which the members of a run agree on the next generation. Pure: no clock, no store, no torch.
 
-A generation ends for a member with its report: it votes in it no more, and makes an update of it only if the decision
-says that another member has made that one. The lowest member that
-is not lost decides, once every other one that is not lost has reported; who reported and lives goes on. A decision is
-created in the store once and for all, so that of two members that both take themselves for the lowest one wins, and
-the other follows. A member that finds itself left out ends.
+A generation ends for a member with its report: it votes in it no more. The lowest member that is not lost decides,
+once every other one that is not lost has reported; who reported and lives goes on. A decision is created in the store
+once and for all, so that of two members that both take themselves for the lowest one wins, and the other follows. A
+member that finds itself left out ends, or asks again if it was new.
 
 An update is voted on before it is made. The vote passes on any member only if all had their gradients; so if one
 survivor has made update n, every survivor has what it takes to make it now, and does; otherwise nobody has, and the

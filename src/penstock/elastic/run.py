@@ -47,7 +47,7 @@ class ElasticRun:
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
         states: of what belongs to the model and is the user's, such as the optimizer.
-        changes: the records of those that are complete.
+        changes: the records of the changes of members that are complete.
         in_call: whether a call is being made, or made again: what it calls is part of it.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
