@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.checkpoint import files
-from penstock.checkpoint.contents import inspect_folder, merge_checkpoint
+from penstock.checkpoint.contents import find_checkpoints, inspect_folder, merge_checkpoint
 from penstock.checkpoint.load import from_parallelized
 from penstock.checkpoint.reader import CheckpointReader
 from penstock.checkpoint.save import save_run_state
@@ -86,6 +86,7 @@ def test_the_newest_whole_one_is_loaded_and_damaged_ones_are_named(tmp_path: Pat
     penstock.save_checkpoint(tmp_path, model=model, step=60, keep_last=1)
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-00000020", "step-00000060"]
     assert os.listdir(tmp_path / "step-00000020") == ["mine.txt"]
+    assert [found.step for found in find_checkpoints(tmp_path)] == [60]
 
 
 def test_a_whole_one_that_does_not_fit_is_an_error_and_no_older_one_is_loaded(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from penstock import (
     Booster,
+    CheckpointError,
     Elastic,
     HeterogeneousParallelPlugin,
     PipelineFailure,
@@ -293,12 +294,22 @@ def save_where_it_is_refused(store: str, folder: str) -> tuple[list[str], int]:
         assert not Path(folder).exists()
     save_checkpoint(folder, model=model, **given)
     found = load_checkpoint(folder, model=model, **given)
+    batches = iter(loader)
+    booster.execute_pipeline(batches, model, None, given["optimizer"])
+    with pytest.raises(ValueError, match="with elastic= load between steps"):
+        load_checkpoint(folder, model=model, **given)
+    given["optimizer"].step()
+    assert booster.step == 3
+    assert load_checkpoint(folder, model=model, **given).step == booster.step == 2
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+        load_checkpoint(folder, 3, model=model, **given)
+    assert booster.step == 2
     plugin.run.close()
     leave_world()
     return refused, found.step
 
 
-def test_saves_that_an_elastic_run_could_not_repeat_are_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_load_sets_an_elastic_run_back_and_what_it_could_not_repeat_is_refused(pool: Pool, tmp_path: Path) -> None:
     store, folder = tmp_path.joinpath("store").as_uri(), str(tmp_path / "run")
     (((accumulating, asynchronous, numbered), step),) = pool.run(
         1, save_where_it_is_refused, store, folder, init=False, timeout=60

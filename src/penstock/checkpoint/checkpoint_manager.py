@@ -110,21 +110,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, but none of them is whole, or the newest that is does not fit.
         """
-        recovery, errors = self._participants.recovery, list[CheckpointError]()
-
-        def load() -> int | None:
-            errors.clear()
-            try:
-                self.last = load_if_any(self.folder, self._model, **self._state)
-            except CheckpointError as error:  # by which no rank is lost
-                errors.append(error)
-                return None
-            return None if self.last is None else self.last.step
-
+        recovery = self._participants.recovery
         if not recovery.joined:  # a process that joins a run gets its state from the others
-            recovery.load(load)
-        if errors:
-            raise errors[0]
+            self.last = load_if_any(self.folder, self._model, **self._state)
         loaded = 0 if self.last is None else self.last.step or 0
         return recovery.step if recovery.repeats else loaded
 

@@ -96,12 +96,27 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
     steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
     every = [FoundCheckpoint(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
-    return [checkpoint for checkpoint in every if is_directory(checkpoint.path)]
+    return [each for each in every if is_directory(each.path) and not _was_removed(each.path)]
+
+
+def _was_removed(path: str) -> bool:
+    """Whether a folder holds only what `remove_checkpoint` leaves: files of the user's, or a model's own code."""
+    with contextlib.suppress(OSError):
+        names = os.listdir(path)
+        return bool(names) and not any(map(_is_removed, names)) and manifest_name() not in names
+    return False
+
+
+def _is_removed(name: str) -> bool:
+    """Whether `remove_checkpoint` takes what has this name, beside the table of contents."""
+    indices = [weight_file_names(".safetensors", None, diffusers)[1] for diffusers in (False, True)]
+    is_staging = STAGING.fullmatch(name) is not None
+    return is_staging or is_rank_file(name, None) or is_configuration(name) or name in indices
 
 
 def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
     """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
-    Only a checkpoint's own files are removed, and its folder if nothing else is in it."""
+    Only files under a checkpoint's own names are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
         left, older, checkpoints = keep_last, list[str](), find_checkpoints(folder)
         for checkpoint in checkpoints if len(checkpoints) > keep_last else ():
@@ -117,19 +132,19 @@ def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
 
 def remove_checkpoint(path: str) -> None:
     """Remove a checkpoint's files, the table of contents first, so that what is left if this is interrupted is seen to
-    be no checkpoint. Errors are passed over: what is left is tried again by the next call."""
+    be no checkpoint. Errors are passed over: what is left is tried again by the next call. Files under names that may
+    be anybody's stay, also the code of a model that brings its own."""
     with contextlib.suppress(OSError):
         table = os.path.join(path, manifest_name())
         # The staged files of a commit that was interrupted belong to the table of contents that names them.
         if is_regular(table):
             os.remove(table)
-        indices = [weight_file_names(".safetensors", None, diffusers)[1] for diffusers in (False, True)]
-        for name in sorted(os.listdir(path)):
+        for name in filter(_is_removed, sorted(os.listdir(path))):
             entry = os.path.join(path, name)
-            if STAGING.fullmatch(name) and is_directory(entry):
-                discard(path, name)
-            elif (is_rank_file(name, None) or is_configuration(name) or name in indices) and is_regular(entry):
+            if is_regular(entry):
                 os.remove(entry)
+            elif STAGING.fullmatch(name) and is_directory(entry):
+                discard(path, name)
         os.rmdir(path)
 
 

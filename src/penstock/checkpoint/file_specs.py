@@ -2,8 +2,8 @@
 `save_pretrained`'s arguments mean for it.
 
 A `SaveFormat` says what this rank holds, which files there will be, and how one of them is written.
-`save.Save` does the rest in the same way for all kinds. Only what a method of the model's own class writes does not go
-through it (`model_methods.save_by_own_method`).
+`save.Save` does the rest in the same way for all kinds. What a method of the model's own class writes does not go
+through it (`model_methods.save_by_own_method`), nor does the state of one object (`training_state.save_object`).
 """
 
 from __future__ import annotations

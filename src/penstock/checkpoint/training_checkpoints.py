@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,6 +207,8 @@ def load_if_any(
     run = Participants(model)
     if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
         raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
+    if (recovery := run.recovery).repeats and not recovery.in_call:
+        return _load_repeatedly(recovery, partial(load_if_any, folder, model, which, optimizer, **objects))
     state = TrainingState(unwrapped(optimizer), _objects(optimizer, **objects))
     with run.loading():
         world = run.comm()
@@ -217,6 +219,28 @@ def load_if_any(
         if (scale := loss_scale_of(optimizer)) is not None and run.engine is not None:
             run.engine.loss_scale = scale.scale
     return loaded
+
+
+def _load_repeatedly(recovery: Recovery, load: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """Load into an elastic run, again after a rank was lost. Its step is then that of what was loaded."""
+    if recovery.accumulating:
+        raise ValueError("with elastic= load between steps, not in the middle of an accumulation")
+    found: list[Checkpoint | None] = []
+    errors: list[CheckpointError] = []
+
+    def try_once() -> int | None:
+        found.clear()
+        errors.clear()
+        try:
+            found.append(load())
+        except CheckpointError as error:  # by which no rank is lost, and nothing has changed
+            errors.append(error)
+        return found[0].step if found and found[0] is not None else None
+
+    recovery.load(try_once)
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 def finish_saving(model: PreTrainedModel) -> None:

@@ -126,7 +126,7 @@ _NAMED = (
         lambda p, r, m: (p + 2) // 2,
     ),
 )
-# By name, in the order in which they are shown, and tried: of schedules that are alike the planner tries the first.
+# By name, in the order in which they are shown, and in which the planner tries them.
 SCHEDULES: dict[str, NamedSchedule] = {row.name: row for row in _NAMED}
 
 

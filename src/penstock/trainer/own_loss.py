@@ -175,8 +175,8 @@ class OwnLoss(TrainerAdapter):
         unless it is divided for these already.
 
         transformers' `loss_is_scaled_for_ga` says whether it is: classes of trainers set it to True or False. If it is
-        None, the loss is divided already if it was given the number of labels in the accumulation. Among the adapters
-        of trainers with a `compute_loss` of their own, only `UsersLoss` passes that number.
+        None, the loss is divided already if it was given the number of labels in the accumulation. Of the classes
+        derived from this one only `UsersLoss` passes that number.
         """
         trainer = self.trainer
         scaled = trainer.loss_is_scaled_for_ga
