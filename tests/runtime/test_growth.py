@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 # benchmarks/studies/growth.py counts up to 64.
 WORLDS = tuple(map(int, os.environ.get("PENSTOCK_WORLDS", "4,8,16").split(",")))
 # What a rank may have more when the world doubles: connections of the groups that broadcast, and questions for them.
-MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 25
+MORE_DESCRIPTORS, MORE_QUESTIONS = 3, 18
 
 
 def wait_and_lose_one(victim: int, **told: Any) -> dict[str, Any]:
