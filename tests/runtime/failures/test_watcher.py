@@ -143,29 +143,34 @@ def test_a_child_process_does_not_hide_the_end_of_its_parent() -> None:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of which the fifth kills the worker that reads it."""
+    """Rows of which the fifth kills the worker that reads it, on rank 1, once that rank waits for another one."""
+
+    def __init__(self, waits: Path) -> None:
+        self.waits = waits
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 4 and int(os.environ["RANK"]) == 1:
-            time.sleep(0.5)  # so that its rank waits for another one by then
+            wait_until(self.waits.exists)
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(8, dtype=torch.int64) * index
 
 
-def lose_a_loader_worker() -> None:
+def lose_a_loader_worker(waits: Path) -> None:
     model = build(2)
-    loader = DataLoader(Rows(), batch_size=2, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    loader = DataLoader(Rows(waits), batch_size=2, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
     for number, rows in enumerate(loader):
-        if my_rank() == 0 and number == 1:
-            time.sleep(1.5)
+        if number == 1 and my_rank() == 0:
+            wait_until(lambda: model.pipeline.board.failed)
+        elif number == 1:
+            touch_as_it_waits(model, waits)
         run_step(model, {"input_ids": rows, "labels": rows})
 
 
-def test_a_lost_loader_worker_is_blamed_on_its_own_rank() -> None:
-    ends = run_ranks(2, lose_a_loader_worker)
+def test_a_lost_loader_worker_is_blamed_on_its_own_rank(tmp_path: Path) -> None:
+    ends = run_ranks(2, lose_a_loader_worker, tmp_path / "waits")
     assert ends[1].kind == "RuntimeError" and "DataLoader worker" in ends[1].text, ends[1]
     assert ends[0].kind == "PipelineFailure", ends[0]
     assert "rank 1 failed: RuntimeError: DataLoader worker" in ends[0].text or (
