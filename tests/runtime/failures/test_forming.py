@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from penstock.api import builder
+from penstock.runtime.failures import watcher
 from tests.support.ended import LIMIT, kill_self, run_ranks
 from tests.support.families import FAMILIES, batch
 from tests.support.hetero import make_plugin
@@ -27,10 +29,13 @@ def die_in(where: str, name: str, count: int) -> None:
     if owner_name:
         owner = getattr(owner, owner_name)
     original, calls = getattr(owner, name), [0]
+    has_store = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] == count:
+            while has_store and not (watcher._watch and watcher._watch.ring.complete):
+                time.sleep(0.01)  # without the store the others would not find each other
             kill_self()
         return original(*args, **kwargs)
 
