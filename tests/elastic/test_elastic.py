@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -428,18 +428,23 @@ def test_a_process_that_stands_still_is_left_out_and_ends_when_it_wakes(tmp_path
 
 
 class CountedMeeting:
-    """A store in this process that counts how often each key is read."""
+    """A store in this process that counts how often each key is read. `on_look` is told before each look at the news
+    how many there were."""
 
     address = "memory"
 
-    def __init__(self) -> None:
+    def __init__(self, on_look: Callable[[int], None]) -> None:
         self.values: dict[str, str] = {}
         self.reads: Counter[str] = Counter()
+        self._on_look, self._num_looks = on_look, 0
 
     def put(self, key: str, value: str) -> None:
         self.values[key] = value
 
     def get(self, key: str) -> str | None:
+        if key == "news":
+            self._on_look(self._num_looks)
+            self._num_looks += 1
         self.reads[key] += 1
         return self.values.get(key)
 
@@ -447,33 +452,35 @@ class CountedMeeting:
         return self.values.setdefault(key, value)
 
 
-def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_few() -> None:
-    """All but the first have reported, and the second looks until that one has decided."""
-    reads_a_look = []
-    for number in (4, 64):
-        meeting: Any = CountedMeeting()
-        members = tuple(range(number))
-        for member in members:
-            meeting.put(f"member/{member}", MemberRecord(member, str(member), 0, "", "host", "elsewhere", 1).to_json())
-            meeting.put(f"report/0/{member}", MemberReport(member, 3).to_json() if member else "")
-        del meeting.values["report/0/0"], meeting.values["report/0/1"]
-        membership: Any = SimpleNamespace(id=1, meeting=meeting, pulse=Pulse(meeting), hang_timeout=60.0)
+def reads_while_it_waits(num_members: int, num_looks: int) -> int:
+    """All but the first have reported, and the second looks so often until that one has decided."""
+    members = tuple(range(num_members))
+    reads: Counter[str] = Counter()
 
-        def decide(meeting: Any = meeting, members: Any = members) -> None:
-            time.sleep(0.1)
+    def on_look(number: int) -> None:
+        if number == 2:  # in the first it reported, which was news in the second
             meeting.reads.clear()
-            time.sleep(0.4)
-            reads = meeting.reads
-            reads_a_look.append(sum(reads.values()) / max(reads["news"], reads["generation/1"]))
+        elif number == 2 + num_looks:
+            reads.update(meeting.reads)
             meeting.create("generation/1", Generation(1, members).to_json())
+            pulse._look_again = 0.0
 
-        deciding = threading.Thread(target=decide)
-        deciding.start()
-        with mock.patch.object(membership_module, "LOOK_AGAIN", 1.0, create=True):
-            following = agree(membership, Generation(0, members), MemberReport(1, 3), Mock(), announce=True)
-        deciding.join()
-        assert following.number == 1  # found though nobody told of it
-    assert reads_a_look[0] == pytest.approx(reads_a_look[1], rel=0.1) and reads_a_look[1] < 6
+    meeting: Any = CountedMeeting(on_look)
+    pulse = Pulse(meeting)
+    for member in members:
+        meeting.put(f"member/{member}", MemberRecord(member, str(member), 0, "", "host", "elsewhere", 1).to_json())
+        if member > 1:
+            meeting.put(f"report/0/{member}", MemberReport(member, 3).to_json())
+    membership: Any = SimpleNamespace(id=1, meeting=meeting, pulse=pulse, hang_timeout=60.0)
+    with mock.patch.object(membership_module, "LOOK_AGAIN", 1e9):
+        following = agree(membership, Generation(0, members), MemberReport(1, 3), Mock(), announce=True)
+    assert following.number == 1  # found though nobody told of it
+    return reads.total()
+
+
+def test_a_member_that_waits_for_the_others_reads_as_much_among_many_as_among_few() -> None:
+    few, many = (reads_while_it_waits(number, 20) for number in (4, 64))
+    assert few == many < 20 * 6
 
 
 def test_who_was_silent_in_one_generation_and_lives_is_no_suspect_in_the_next(tmp_path: Path) -> None:
