@@ -1,9 +1,9 @@
 """Saving from all ranks at once: a file for each rank and a table of contents, or a merged checkpoint of the model or
 of its adapters.
 
-`Save` writes all files of weights and states of a folder, in one sequence of steps, by a plan (see `SaveFormat.plan`).
-The Trainer's small files are written beside it. What a method of the model's own class writes is gathered by such a
-plan, too: see `model_methods.save_by_own_method`.
+`Save` writes the files of a model's weights and of a run's states, in one sequence of steps, by a plan (see
+`SaveFormat.plan`). What a method of the model's own class writes is gathered by such a plan, too (see
+`model_methods.save_by_own_method`); small files of a Trainer, and the state of one object alone, are not.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
 which end when a rank is lost or the program destroys its groups. So each rank marks in the staging folder, which all
@@ -164,7 +164,7 @@ class Save:
             if self._place.is_leader:
                 self._commit(path, wait_until_done(path, marks, given_up))
         except BaseException:
-            # The others may still write, so what they leave behind is removed by the next save.
+            # The others may still write: what they leave behind after this is removed by the next save.
             self._discard(path)
             raise
 

@@ -97,7 +97,8 @@ class LayoutPlanner:
         self, view: View, now: Generation, membership: Membership, checkpoint: Callable[[], tuple[int, str] | None]
     ) -> Generation:
         """The generation after `now`, by what the member that decides sees. `checkpoint`: finds step and path of one to
-        go back to, if nobody has some part of the model, or some member is on its way back."""
+        go back to, if nobody has some part of the model or of the optimizer's state, or some member is on its way
+        back."""
         reports, step, calls, dropped = successor(view)
         joining = [report.member for report in reports if report.new]
         going_on = [report for report in reports if not report.new]

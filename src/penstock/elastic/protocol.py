@@ -82,11 +82,11 @@ class Generation(MemberMessage):
         dropped: of how many of these all of them have dropped the gradients.
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         reason_to_stop: why the run cannot go on; empty if it can.
-        lost, left: the members of the generation before that are not in this one.
+        lost, left: the members of the generation before that are not in this one, but for those that are to ask again.
         seconds: how long planning its layout took.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
-        requests: how many requests to change the members have been looked at; 0 if it is not `fresh`.
+        requests: how many requests to change the members were looked at; 0 if they are left for a later generation.
         handing_over: whether all that came before are about to leave: they are here once more, so that those who join
             get what they have.
     """

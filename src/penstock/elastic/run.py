@@ -173,7 +173,7 @@ class ElasticRun:
 
     def run_step(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
         """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
-        or, if the run went back to a checkpoint, the one that follows there."""
+        or for a step, if the run went back to a checkpoint, the one that follows there."""
         if not isinstance(batches, Batches):
             raise TypeError(
                 f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "

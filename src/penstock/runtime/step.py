@@ -100,7 +100,7 @@ class TrainingStep:
         self._live: dict[tuple[int, int], LiveMicrobatch] = {}
         self._total_counts: Sequence[float] | None = None
         self._position = 0
-        # For a loss's hook: a model that keeps a loss would else keep the step, in a cycle that Python does not see.
+        # For a loss's hook, lest a model that keeps a loss keep the step: a cycle that Python's collector does not see.
         self._weakly = weakref.ref(self)
         self._begun = False
         # Why the step was not begun.
@@ -352,7 +352,7 @@ class TrainingStep:
             raise LoopError(CHANGED)
         self._watch.noted = None
         due.called, self._callers_gradient = True, gradient
-        # Not to be torn, not even by a repeated signal.
+        # A repeated signal is not to come between the check and the end of the wait for gradients.
         before, self._interrupts.busy = self._interrupts.busy, True
         if self._posts:
             self._post(self._posts[self._position].inside)

@@ -72,7 +72,7 @@ class Term:
 class OwnLoss(TrainerAdapter):
     """The adapter for a trainer with its own `compute_loss`.
 
-    What differs between trainers: `begin` and `while_made` of one that generates; `refuse_arguments`,
+    What differs between trainers: `begin` of one that generates, and `while_made`; `refuse_arguments`,
     `add_precomputed` and `precomputed_attributes`, `microbatches` and `join_rows`, `terms`, `notes_in`; of a batch with
     what the model does not take, `arguments` and `evaluate`.
     """
