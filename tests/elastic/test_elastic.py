@@ -28,12 +28,14 @@ from penstock import (
     save_checkpoint,
 )
 from penstock.checkpoint.contents import find_checkpoints
+from penstock.checkpoint.training_checkpoints import Checkpoint
 from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree, leave_world
 from penstock.elastic.meeting import FolderMeeting
 from penstock.elastic.membership import MemberRecord, Membership, Pulse
 from penstock.elastic.protocol import Generation, MemberReport
 from penstock.runtime import formation
+from penstock.runtime.migration import Migration
 from tests.support import elastic_runs
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
@@ -303,7 +305,10 @@ def save_where_it_is_refused(store: str, folder: str) -> tuple[list[str], int]:
     assert load_checkpoint(folder, model=model, **given).step == booster.step == 2
     with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
         load_checkpoint(folder, 3, model=model, **given)
-    assert booster.step == 2
+    no_memory = mock.patch.object(Checkpoint, "__init__", side_effect=MemoryError("no memory is left"))
+    with no_memory, pytest.raises(MemoryError, match="no memory is left"):
+        load_checkpoint(folder, model=model, **given)
+    assert booster.step == 2 and plugin.run._make_report((), True, False, Migration.of(plugin.run.engine)).held
     plugin.run.close()
     leave_world()
     return refused, found.step

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -548,6 +549,23 @@ def test_optimizers_that_cannot_be_divided_are_refused_by_name(
 ) -> None:
     for outcome in pool.run(2, step_with, kind, 1, outcomes=True):
         assert isinstance(outcome, Exception) and words in str(outcome), outcome
+
+
+def decayed_and_completed_at_the_end() -> None:
+    """A step within a step, of which the outer one's end alone is looked at, as an elastic run does."""
+    model = parallelize(gpt2(), 1, num_microbatches=2, sharded_optimizer=True)
+    backward(model, 0)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # has torch call hooks around the step that is inherited, too
+    completing: list[Any] = []
+    with mock.patch.object(model.pipeline.recovery, "complete_update", completing.append):
+        Decaying(model.parameters(), lr=0.1).step()
+    assert len(completing) == 2
+    completing[-1]()
+
+
+def test_what_an_inner_step_was_refused_for_is_refused_at_the_end_of_the_outer_one(pool: Pool) -> None:
+    for outcome in pool.run(2, decayed_and_completed_at_the_end, outcomes=True):
+        assert isinstance(outcome, NotImplementedError) and "Decaying changes weights" in str(outcome)
 
 
 def refused_after_another_model() -> bool:

@@ -207,9 +207,9 @@ def load_if_any(
     run = Participants(model)
     if which != LATEST and (isinstance(which, bool) or not isinstance(which, int)):
         raise ValueError(f'which must be "latest" or the number of a step, got {which!r}')
+    state = TrainingState(unwrapped(optimizer), _objects(optimizer, **objects))
     if (recovery := run.recovery).repeats and not recovery.in_call:
         return _load_repeatedly(recovery, partial(load_if_any, folder, model, which, optimizer, **objects))
-    state = TrainingState(unwrapped(optimizer), _objects(optimizer, **objects))
     with run.loading():
         world = run.comm()
         _saver_of(model).finish(world)
@@ -225,22 +225,15 @@ def _load_repeatedly(recovery: Recovery, load: Callable[[], Checkpoint | None]) 
     """Load into an elastic run, again after a rank was lost. Its step is then that of what was loaded."""
     if recovery.accumulating:
         raise ValueError("with elastic= load between steps, not in the middle of an accumulation")
-    found: list[Checkpoint | None] = []
-    errors: list[CheckpointError] = []
+    found: Checkpoint | None = None
 
-    def try_once() -> int | None:
-        found.clear()
-        errors.clear()
-        try:
-            found.append(load())
-        except CheckpointError as error:  # by which no rank is lost, and nothing has changed
-            errors.append(error)
-        return found[0].step if found and found[0] is not None else None
+    def load_and_tell() -> int | None:
+        nonlocal found
+        found = load()
+        return None if found is None else found.step
 
-    recovery.load(try_once)
-    if errors:
-        raise errors[0]
-    return found[0]
+    recovery.load(load_and_tell)
+    return found
 
 
 def finish_saving(model: PreTrainedModel) -> None:

@@ -205,7 +205,11 @@ class ElasticRun:
 
         def work() -> None:
             self._restoring = True
-            step = load()
+            try:
+                step = load()
+            except Exception as error:
+                self._restoring = is_loss(error)  # else it comes up to the caller
+                raise
             self._restoring = False
             self.step = self.step if step is None else step
 
@@ -297,11 +301,9 @@ class ElasticRun:
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:
-        """Go over to the next generation if `error` says that a rank was lost, or that the members change; otherwise
-        raise it."""
+        """Go over to the next generation if `error` is a loss; otherwise raise it."""
         while True:
-            is_recoverable = isinstance(error, PipelineFailure) or is_transport_error(error)
-            if isinstance(error, RunEnded | LeftOut) or not is_recoverable:
+            if not is_loss(error):
                 raise error
             self.generations.refuse_without_progress(error)
             try:
@@ -498,6 +500,12 @@ class ElasticRun:
             if names[0] not in migration.had:
                 lacking.update(unit_of(name, units) for name in names)
         return tuple(unit for unit in units if unit not in lacking)
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a rank was lost, or that the members change, and the run may go on."""
+    of_ranks = isinstance(error, PipelineFailure) or is_transport_error(error)
+    return of_ranks and not isinstance(error, RunEnded | LeftOut)
 
 
 PHASES = ("detect", "agree", "plan", "form", "move", "redo")

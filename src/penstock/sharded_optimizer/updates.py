@@ -48,7 +48,7 @@ def _install() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Before each step of any optimizer: it passes over what this rank does not own."""
+    """Before each step of any optimizer: let it pass over what this rank does not own."""
     engines = engines_of(parameter for group in optimizer.param_groups for parameter in group["params"])
     begun_in = [(id(engine.parts), engine.step_number) for engine in engines]
     if _under_way.get(optimizer) == begun_in:  # a step has called its base class's, around which torch calls hooks, too
@@ -75,15 +75,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[torch.Tensor]) -> None:
-    versions = list(map(_version, others))
+    versions, refused = list(map(_version, others)), False
 
     def after_step(*_: Any) -> None:
+        nonlocal refused
         _under_way.pop(optimizer, None)
-        refused = versions != list(map(_version, others)) or any(optimizer.state.get(each) for each in others)
+        refused |= versions != list(map(_version, others)) or any(optimizer.state.get(each) for each in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, refused))
         # After the step of a base class this comes again: at the end of the step that has called it. Weights are sent
-        # both times: what comes between may read them, or change them in ways that no version shows.
+        # both times, as what comes between may read them, or change them in ways that no version shows; in an elastic
+        # run at the end alone.
         versions[:] = map(_version, others)
 
     handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))
