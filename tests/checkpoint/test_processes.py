@@ -2,8 +2,10 @@
 
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -149,19 +151,28 @@ SAVING = ["preparing the folder", "comparing what ranks hold", "writing the file
 LOADING = ["checking the files", "copying the weights"]
 
 
-def die_at(call: str, number: int) -> None:
-    """End this process when it calls `torch.distributed`'s function of this name for the `number`th time."""
-    original, left = getattr(dist, call), number
+def losing_a_rank_at(call: str, number: int, folder: Path) -> AbstractContextManager[object]:
+    """On all ranks: rank 1 ends as it calls `torch.distributed`'s function of this name for the `number`th time, once
+    the others have come to it, too; of a send, once rank 0 has come to receive it."""
+    dies, left = dist.get_rank() == DYING, number
+    others = {0} if call == "isend" else set(range(dist.get_world_size())) - {DYING}
+    name = "irecv" if call == "isend" and not dies else call
+    original = getattr(dist, name)
 
     def counted(*arguments, **options):
         nonlocal left
-        if left == 0:
-            time.sleep(0.2)  # until the others have come to this call, too
-            kill_self()
-        left -= 1
+        if name != "irecv" or options["group_src"] == DYING:
+            left -= 1
+            if left == -1 and not dies:
+                (folder / f"came-{dist.get_rank()}").touch()
+            elif left == -1:
+                give_up = time.monotonic() + 60
+                while not all((folder / f"came-{rank}").exists() for rank in others) and time.monotonic() < give_up:
+                    time.sleep(0.01)
+                kill_self()
         return original(*arguments, **options)
 
-    setattr(dist, call, counted)
+    return mock.patch.object(dist, name, counted)
 
 
 def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options) -> tuple[Exception | None, float]:
@@ -169,16 +180,15 @@ def lose_a_rank(directory: Path, loads: bool, call: str, number: int, **options)
     model = penstock.initialize(build(1), {"model_parallelism": {"pipeline_parallel_size": dist.get_world_size()}})
     if loads:
         model.save_parallelized(directory)
-    if dist.get_rank() == DYING:
-        die_at(call, number)
     start = time.monotonic()
-    try:
-        if loads:
-            model.from_parallelized(directory)
-        else:
-            model.save_parallelized(directory, **options)
-    except Exception as error:
-        return error, time.monotonic() - start
+    with losing_a_rank_at(call, number, directory.parent):
+        try:
+            if loads:
+                model.from_parallelized(directory)
+            else:
+                model.save_parallelized(directory, **options)
+        except Exception as error:
+            return error, time.monotonic() - start
     return None, 0.0
 
 
@@ -194,7 +204,8 @@ def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
     loads: bool, call: str, number: int, phase: str, pool: Pool, tmp_path: Path
 ) -> None:
     options = {"merge_checkpoints": True, "max_shard_size": "20KB"} if call == "isend" else {}
-    results = pool.run(3, lose_a_rank, tmp_path, loads, call, number, timeout=90, outcomes=True, **options)
+    folder = tmp_path / "saved"
+    results = pool.run(3, lose_a_rank, folder, loads, call, number, timeout=90, outcomes=True, **options)
     assert isinstance(results[DYING], WorkerDied)
     texts = []
     for rank in (0, 2):
@@ -203,16 +214,15 @@ def test_a_rank_lost_in_a_save_or_a_load_is_named_with_the_phase(
         assert error.rank == DYING and "rank 1 was lost" in str(error)
         assert seconds < 20
         texts.append(str(error))
-    assert any(phase in text and (call == "isend" or str(tmp_path) in text) for text in texts), texts
+    assert any(phase in text and (call == "isend" or str(folder) in text) for text in texts), texts
 
 
 def lose_a_rank_of_a_plain_group(directory: Path) -> Exception | None:
-    if dist.get_rank() == DYING:
-        die_at("all_reduce", 0)
-    try:
-        save_object({"step": 1}, directory / "object.bin", world_comm=CheckpointRanks(dist.group.WORLD))
-    except Exception as error:
-        return error
+    with losing_a_rank_at("all_reduce", 0, directory):
+        try:
+            save_object({"step": 1}, directory / "object.bin", world_comm=CheckpointRanks(dist.group.WORLD))
+        except Exception as error:
+            return error
     return None
 
 
