@@ -434,13 +434,13 @@ def serving(ring: Ring) -> Iterator[threading.Thread]:
 
 def test_a_rank_that_ends_early_hands_its_news_to_one_that_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 learns that rank 1 is lost, and ends before rank 2, its other neighbour, has called it."""
-    monkeypatch.setattr(ring_module, "NEWS_SECONDS", 1.5)
+    monkeypatch.setattr(ring_module, "NEWS_SECONDS", LONG)
     store, heard = torch.distributed.HashStore(), list[Any]()
-    first = ring_of(0, 3, store)
+    first = ring_of(0, 3, store, on_lost=lambda lost: first.tell({"lost": lost}))
     with serving(first) as ending:
-        first.tell({"lost": 1})
+        first._lose(1)
         first.stop()
-        time.sleep(0.3)
+        time.sleep(0.3)  # until it is ending
         on_lost, on_news = lambda lost: heard.append(("lost", lost)), lambda *news: heard.append(news)
         last = ring_of(2, 3, store, on_news=on_news, on_lost=on_lost, on_left=heard.append)
         with serving(last):
