@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -154,17 +155,21 @@ def test_a_pipeline_out_of_use_is_forgotten(pool: Pool, closed: bool, keeps: boo
 
 
 def num_threads() -> int:
-    """Of process groups, once the watcher of pipelines that are gone has seen that nobody needs it."""
+    """Of process groups, once the watcher of pipelines that are gone has seen that nobody needs it: how many there are
+    at every look for a second, as some are about to end."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "penstock-watcher":
             thread.join(10)
             assert not thread.is_alive(), "something keeps a pipeline"
-    found = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            found += "gloo" in (thread / "comm").read_text()
-    return found
+    looks = []
+    for _ in range(10):
+        looks.append(0)
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                looks[-1] += "gloo" in (thread / "comm").read_text()
+        time.sleep(0.1)
+    return min(looks)
 
 
 def test_pipelines_one_after_another_leave_no_threads(pool: Pool) -> None:

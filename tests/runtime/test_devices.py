@@ -178,7 +178,8 @@ def test_the_plugin_sets_the_time_limit_too(pool: Pool) -> None:
 
 def one_rank_stands_still(seen: Path) -> tuple[float, str]:
     """On a worker: rank 1 comes to an evaluation once rank 0 has given up. What they see, after how many seconds."""
-    model = parallelize(FAMILIES["gpt2"].build(), 2, timeout=2, patience=600)
+    parallelize(FAMILIES["gpt2"].build(), 2)  # ranks come at different times: from here on they are together
+    model = parallelize(FAMILIES["gpt2"].build(), 2, timeout=5, patience=600)
     start = time.monotonic()
     with torch.no_grad():
         if dist.get_rank() == 1:
@@ -195,8 +196,8 @@ def one_rank_stands_still(seen: Path) -> tuple[float, str]:
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_an_error_after_the_time_limit(pool: Pool, tmp_path: Path) -> None:
     (seconds, text), (_, its_text) = pool.run(2, one_rank_stands_still, tmp_path / "seen")
-    assert 2 <= seconds < 20, "rank 1 moves again after 20 seconds"
-    assert "2000ms" in text and "beginning evaluation" in text
+    assert 5 <= seconds < 20, "rank 1 moves again after 20 seconds"
+    assert "5000ms" in text and "beginning evaluation" in text
     assert its_text != "nothing"
 
 

@@ -146,11 +146,12 @@ def python_calls(counts: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def _descriptors() -> int:
-    """The open files that this process has at every look for half a second: some are open for a moment only."""
+def _held(what: str) -> int:
+    """How many open files ("fd") or threads ("task") this process has at every look for half a second: some are there
+    for a moment only."""
     looks = []
     for _ in range(10):
-        looks.append(len(os.listdir("/proc/self/fd")))
+        looks.append(len(os.listdir(f"/proc/self/{what}")))
         time.sleep(0.05)
     return min(looks)
 
@@ -176,7 +177,7 @@ def formed() -> tuple[Any, dict[str, torch.Tensor]]:
 
 def form_and_step() -> dict[str, Counter[str]]:
     """What forming asked for, what this rank has then, and what a step asks for."""
-    forming, held, step, before = Counter[str](), Counter[str](), Counter[str](), _descriptors()
+    forming, held, step, before = Counter[str](), Counter[str](), Counter[str](), _held("fd")
     new_group = dist.new_group
 
     def counting(*args: Any, **options: Any) -> Any:
@@ -194,7 +195,7 @@ def form_and_step() -> dict[str, Counter[str]]:
     if dist.get_rank() == 0:
         _get_default_store().set(AT_REST, "")
     dist.barrier()
-    held["descriptors"], held["threads"] = _descriptors() - before, len(os.listdir("/proc/self/task"))
+    held["descriptors"], held["threads"] = _held("fd") - before, _held("task")
     held["groups"] = len(dist.distributed_c10d._world.pg_map)
     return {"forming": forming, "held": held, "step": step}
 

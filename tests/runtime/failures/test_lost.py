@@ -108,7 +108,7 @@ def lose_source_of_large_tensors(doing: str, folder: Path) -> tuple[str, str, fl
 @pytest.mark.parametrize("doing", ["evaluating", "saving"])
 def test_a_rank_lost_in_the_middle_of_a_large_tensor_is_named(pool: Pool, tmp_path: Path, doing: str) -> None:
     """gloo tells nobody of it."""
-    outcome, end = pool.run(2, lose_source_of_large_tensors, doing, tmp_path, outcomes=True, timeout=30)
+    outcome, end = pool.run(2, lose_source_of_large_tensors, doing, tmp_path, outcomes=True, timeout=100)
     assert isinstance(end, WorkerDied), end
     assert not isinstance(outcome, BaseException), outcome
     kind, text, when, blamed = outcome
