@@ -2,8 +2,8 @@
 of its adapters.
 
 `Save` writes the files of a model's weights and of a run's states, in one sequence of steps, by a plan (see
-`SaveFormat.plan`). What a method of the model's own class writes is gathered by such a plan, too (see
-`model_methods.save_by_own_method`); small files of a Trainer, and the state of one object alone, are not.
+`SaveFormat.plan`). A method of the model's own class, which is given what such a plan gathers, writes by itself (see
+`model_methods.save_by_own_method`). Small files of a Trainer, and the state of one object alone, need no plan.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
 which end when a rank is lost or the program destroys its groups. So each rank marks in the staging folder, which all

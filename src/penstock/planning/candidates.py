@@ -19,7 +19,7 @@ from penstock.simulation.simulate import Costs, gradients_ready, simulate
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
-# Pipelines of more stages are not simulated under a lean schedule where one that is alike, but holds more for less of a
+# Pipelines of more ranks are not simulated under a lean schedule where one that is alike, but holds more for less of a
 # bubble, fits too.
 SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; candidates with longer ones are left out.

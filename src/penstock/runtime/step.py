@@ -6,9 +6,10 @@ caller has called `.backward()` on its loss. Everything else happens between two
 A step that all ranks have begun comes to its end, unless a rank is lost or fails. If the caller leaves the loop early
 (a break, an exception in its body), the step runs what is left by itself, as the other ranks wait for this one's
 messages. All ranks then meet in the sum at its end, which counts those that left: if everyone did, the pipeline goes
-on; if not, every rank hears who did. A signal ends no step either: its handler is called after the last action, before
-that sum (where the caller has left the loop, after it), and what it raises is raised after it. A signal that came to
-some ranks may reach the others a moment later, and they wait for it, so that all have trained on the same steps."""
+on; if not, every rank hears who did. A signal ends no step either: its handler is called after the last action and
+before that sum, or after the sum if the caller has left the loop; what it raises is raised at the end. A signal that
+came to some ranks may reach the others a moment later, and they wait for it, so that all have trained on the same
+steps."""
 
 from __future__ import annotations
 
@@ -354,14 +355,16 @@ class TrainingStep:
         due.called, self._callers_gradient = True, gradient
         # A repeated signal is not to come between the check and the end of the wait for gradients.
         before, self._interrupts.busy = self._interrupts.busy, True
-        if self._posts:
-            self._post(self._posts[self._position].inside)
-        top = self._program.top
-        if self._marks_backwards:
-            self._enter_backward(top, microbatch)
-        autograd_engine.queue_callback(self._callers_backward_ends)
-        gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
-        self._interrupts.busy = before
+        try:
+            if self._posts:
+                self._post(self._posts[self._position].inside)
+            top = self._program.top
+            if self._marks_backwards:
+                self._enter_backward(top, microbatch)
+            autograd_engine.queue_callback(self._callers_backward_ends)
+            gradients = () if top == self._program.last else self._to_next[top].recv_backward(microbatch)
+        finally:
+            self._interrupts.busy = before
         if gradients and not due.connected:
             run_backward(due.sent, gradients)
             return ()

@@ -213,6 +213,22 @@ def test_a_handler_that_returns_is_called_once_and_nothing_ends() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def fail_in_a_backward() -> bool:
+    """Whether a repeated signal is held back in the code that goes on after the error."""
+    model = parallelize(gpt2(), 1, num_microbatches=MICROBATCHES, schedule="zb-h1")
+    inputs = batch("causal", MICROBATCHES)
+    for out in model(**inputs):
+        failing = mock.patch.object(training_step.TrainingStep, "_enter_backward", side_effect=MemoryError)
+        with failing, pytest.raises(MemoryError):
+            out.loss.backward()
+        return bool(model.pipeline.context.interrupts.busy)
+    raise AssertionError("unreachable")
+
+
+def test_a_backward_that_fails_leaves_the_users_code_open_to_repeated_signals(pool: Pool) -> None:
+    assert pool.run(1, fail_in_a_backward) == [False]
+
+
 def test_a_repeated_signal_gets_through_in_the_users_code_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "REPEATED_AFTER", 0.05)
     held = Interrupts()
