@@ -130,8 +130,9 @@ class Save:
             )
 
     def run_in_background(self, saver: Saver, given_up: Callable[[], str | None]) -> None:
-        """Copy everything to host memory, and write it in a thread. No rank talks to another there: each marks in the
-        staging folder what it has written, and the leader, which puts the files in place, waits for that."""
+        """Copy everything to host memory, and write it in a thread. From that thread no rank talks to another: each
+        marks in the staging folder what it has written, and the leader, which puts the files in place, waits for
+        that."""
         copies: list[tuple[FileSpec, Content]] = []
 
         def copy(file: FileSpec, content: Content) -> None:

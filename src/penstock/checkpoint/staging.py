@@ -5,11 +5,11 @@ folders would lose those, and renaming the files one by one mixes two checkpoint
 
 1. Everything, small files beside the weights too, is written to a staging folder *inside* the checkpoint's (the same
    file system), and is on disk before the next step.
-2. What readers start from (the table of contents, the index, or the single file of weights; of a run the table and
-   then the index) is replaced, each in one atomic step. A table or an index names the files where they are staged, and
-   readers find them there.
-3. The files are put in their places, and the index is made to name them there. Files of earlier checkpoints, which are
-   known by their names, and the staging folder are removed.
+2. The small files are put in their places. Then what readers start from is replaced, each in one atomic step: the table
+   of contents, the index (of a run after the table), or the single file of weights. A table or an index names the files
+   where they are staged, and readers find them there.
+3. The other files are put in their places, and the index is made to name them there. Files of earlier checkpoints,
+   which are known by their names, and the staging folder are removed.
 
 A kill leaves a staging folder behind. If the checkpoint's table of contents or index refers to it, the next save puts
 its files in their places; then it removes it. Two jobs that save into one folder at the same time are not kept apart.

@@ -172,8 +172,8 @@ class ElasticRun:
         return result
 
     def run_step(self, batches: Iterator[Any], step: Callable[[Any], T], pause: Pause | None) -> T:
-        """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss it is the same one,
-        or for a step, if the run went back to a checkpoint, the one that follows there."""
+        """Make a step, or an evaluation without gradients, on the next of `batches`. After a loss the batch is the same
+        one; that of a step is the one that follows the checkpoint, if the run went back to one."""
         if not isinstance(batches, Batches):
             raise TypeError(
                 f"with elastic= the data iterator must be iter(dataloader) itself, which can be set back, got a "

@@ -75,7 +75,8 @@ class StageOutput(ModelOutput):  # type: ignore[misc]  # a library without types
 
 def hook_loss(loss: torch.Tensor, on_backward: OnBackward, scale: float = 1.0) -> torch.Tensor:
     """The last stage's loss, such that its backward is noticed and gives `scale` times the gradients: `loss` itself,
-    unless that has no graph. It is what one operation has made, such as a share of the model's loss."""
+    unless that has no graph. An operation that gives this one tensor must have made it, as it makes a share of the
+    model's loss: its node is hooked."""
     if not loss.requires_grad:
         loss = loss.detach().requires_grad_(True).clone()
     assert loss.grad_fn is not None

@@ -2,7 +2,7 @@
 
 `clip_grad_norm_` and `get_total_norm` take the norm of the whole model's gradients, wherever they were imported from; a
 `GradScaler` hears of overflows on all ranks; optimizers whose updates depend on parameters of other ranks are refused,
-as are updates inside a training step. The engine is told when other updates begin and end.
+as are updates inside a training step. The engine is told when the updates that are not refused begin and end.
 A scheduler that accelerate has prepared steps once for each replica, not for each rank. Other models' parameters are
 not concerned.
 """
