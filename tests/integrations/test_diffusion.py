@@ -249,6 +249,7 @@ def train_from(folder: str, stages: int, target: str) -> tuple[Step, set[str], s
     held = {name.replace("base_layer.", "") for name in model.state_dict() if "lora_" not in name}
     model.save_lora_adapter(f"{target}/plain")
     model.save_lora_adapter(f"{target}/prefixed", prefix="transformer", upcast_before_saving=True)
+    assert f"load_lora_adapter('{target}/prefixed', prefix='transformer')" in model.pipeline.board.advice()
     refused = []
     calls = ("save_pretrained", "load_ordinary", "add_adapter", "load_lora_adapter", "fuse_lora", "unload_lora")
     for method in calls:
@@ -292,6 +293,7 @@ def train_wrapped(folder: str, target: str) -> Step:
     model = load(folder, 2, model_class=FluxTransformer2DModel, adapt=wrapped)
     step = Step(run_step(model, batch(dtype=torch.float32)), gradients_of(model))
     model.save_pretrained(target)
+    assert f"model.load_ordinary('{target}')" in model.pipeline.board.advice()
     return step
 
 

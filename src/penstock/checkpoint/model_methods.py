@@ -68,11 +68,12 @@ def save_model(
     pipeline = model.pipeline
     if merge and getattr(model, "_hf_peft_config_loaded", False):  # adapters of transformers' `add_adapter`
         _save_injected(model, directory, own_save, arguments)
-        return
-    ranks = checkpoint_ranks(pipeline)
-    with pipeline.saving(Call.SAVE_WHOLE if merge else Call.SAVE):
-        save_parallelized(model, directory, world_comm=ranks, merge_checkpoints=merge, **arguments)
-    how = "penstock.from_pretrained({!r}, config=...)" if merge else "model.from_parallelized({!r})"
+        how = "model.load_ordinary({!r})"
+    else:
+        ranks = checkpoint_ranks(pipeline)
+        with pipeline.saving(Call.SAVE_WHOLE if merge else Call.SAVE):
+            save_parallelized(model, directory, world_comm=ranks, merge_checkpoints=merge, **arguments)
+        how = "penstock.from_pretrained({!r}, config=...)" if merge else "model.from_parallelized({!r})"
     pipeline.board.resume["model"] = how.format(os.fspath(directory))
 
 

@@ -64,6 +64,8 @@ class PipelineDiffusionModel(PipelineModel):
             write_layers(tensors, folder, True, weight_name, None, safe_serialization, metadata)
 
         self.save_adapter(save_directory, adapter_name, select, write)
+        folder, board = os.fspath(save_directory), self.pipeline.board
+        board.resume["model"] = f"model.load_lora_adapter({folder!r}, prefix={prefix!r}) before penstock.initialize()"
 
     def adapter_folders(self, directory: str) -> dict[str, str]:
         if getattr(self, "_hf_peft_config_loaded", False):

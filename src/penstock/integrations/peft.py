@@ -140,6 +140,7 @@ class PipelinePeftModel(PipelineModel, PeftModel):
                 partial(select, adapter),
                 partial(self._write_adapter, adapter, root, options),
             )
+        self.pipeline.board.resume["model"] = f"model.load_ordinary({root!r})"
 
     def _folder_of(self, adapter: str, directory: str) -> str:
         return directory if adapter == "default" else os.path.join(directory, adapter)

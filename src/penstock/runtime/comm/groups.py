@@ -179,12 +179,13 @@ class Groups:
     def _one_way(
         self, ranks: tuple[int, ...], sides: tuple[int, int], forward: bool, purpose: str
     ) -> dist.ProcessGroup:
-        """The group that carries messages one way between two `sides`, of a pipeline's `ranks`. The two directions
-        never share a group. NCCL has no tags: each boundary has groups of its own, of the two ranks that hold its
-        sides, and results, which one rank sends, have one. On gloo, which tells boundaries apart by tag, the directions
-        share a lock: while one thread sends, the thread that receives spins on it, for milliseconds if cores are few. A
-        gloo group has a thread that wakes a hundred times a second, so all boundaries share, and the way forward has no
-        group of its own: it uses the one that has these ranks for collectives and headers."""
+        """The group that carries messages one way between two `sides`, of a pipeline's `ranks`. Activations share none
+        with what goes back, but for presence flags (see `p2p_group`). NCCL has no tags: each boundary has groups of its
+        own, of the two ranks that hold its sides, and results, which one rank sends, have one. On gloo, which
+        tells boundaries apart by tag, the directions share a lock: while one thread sends, the thread that receives
+        spins on it, for milliseconds if cores are few. A gloo group has a thread that wakes a hundred times a second,
+        so all boundaries share, and the way forward has no group of its own: it uses the one that has these ranks for
+        collectives and headers."""
         way = "forward" if forward else "back"
         if self._device.type != "cpu":
             return self._new(ranks if purpose == "results" else tuple(sorted(sides)), f"{purpose} {way}")
