@@ -280,6 +280,22 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, mon
     assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
 
 
+def advice_around_an_asynchronous_save(folder: Path) -> list[bool]:
+    """Whether an error after a loss would say to load a model, and to load a checkpoint: while one is written, and
+    after it."""
+    model = parallelize(gpt2(1), 1)
+    model.save_parallelized(folder / "model")
+    penstock.save_checkpoint(folder / "run", model=model, step=1, asynchronous=True)
+    ways = "from_parallelized", "load_checkpoint"
+    meanwhile = [way in model.pipeline.board.advice() for way in ways]
+    penstock.finish_saving(model)
+    return meanwhile + [way in model.pipeline.board.advice() for way in ways]
+
+
+def test_a_checkpoint_is_advised_once_it_is_whole(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(1, advice_around_an_asynchronous_save, tmp_path) == [[True, False, False, True]]
+
+
 def test_what_goes_wrong_meanwhile_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = trained(1)
     penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)

@@ -57,6 +57,28 @@ def test_the_search_finds_the_optimum_of_all_layouts() -> None:
             assert found[-1] == pytest.approx(best, rel=1e-6), seed
 
 
+@pytest.mark.parametrize(
+    ("schedule", "size", "costs", "speed", "memory"),
+    [
+        ("zb-v", 4.0, (5.0, 2.0, 1.0, 1.0, 2.0), 0.3, (14.0, 14.0)),
+        ("v-half", 6.0, (3.0, 1.0, 1.0, 3.0, 3.0), 0.5, (18.0, 25.0)),
+        ("v-half", 6.0, (1.0, 3.0, 2.0, 1.0), 0.5, (14.0, 19.6)),
+    ],
+)
+def test_a_rank_with_both_ends_of_a_model_holds_a_tied_weight_once(
+    schedule: str, size: float, costs: tuple[float, ...], speed: float, memory: tuple[float, float]
+) -> None:
+    """Counted twice it leaves another split, or none."""
+    rest = {"weights": 1.0, "gradients": 1.0, "kept": 1.0}
+    units = [UnitCost(f"unit{number}", cost, cost, cost, **rest) for number, cost in enumerate(costs)]
+    for end in (0, -1):
+        units[end] = replace(units[end], weights=size, gradients=size, sizes=(size,), tied=(("weight", size, size),))
+    profile = Profile("tied", tuple(units))
+    devices = Cluster((DeviceClass("a", 1, memory=memory[0]), DeviceClass("b", 1, speed=speed, memory=memory[1])))
+    (plan, *_) = make_plans(Job(profile, devices, 4, schedules=(schedule,)), 1)
+    assert plan.seconds == pytest.approx(best_simulated_by_brute_force(profile, devices, 4, 1, (schedule,)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "most_devices", "most_units", "schedules"),

@@ -276,11 +276,15 @@ class Saver:
         self._pending = in_thread(write, "penstock-save")
         _unfinished[self._pending] = directory
 
-    def finish(self, ranks: CheckpointRanks) -> None:
-        """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any."""
+    def finish(self, ranks: CheckpointRanks) -> str | None:
+        """Wait for the save under way on all ranks; raises on all of them, once, what went wrong on any. Returns its
+        folder, None if there was none."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            ranks.together(f"writing the files of the save to {_unfinished[pending]}", lambda: _finish(pending))
+        if pending is None:
+            return None
+        directory = _unfinished[pending]
+        ranks.together(f"writing the files of the save to {directory}", lambda: _finish(pending))
+        return directory
 
 
 # Saves that nobody has finished yet, each with its folder.

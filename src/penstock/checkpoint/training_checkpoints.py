@@ -103,6 +103,7 @@ def save_checkpoint(
     Raises:
         TypeError, ValueError: an argument that cannot be saved; before any communication.
         CheckpointError: some rank could not write, now or in the asynchronous save before; names the rank and the path.
+            Or `extra` or an object's state has something that is no plain data.
         PipelineFailure: a rank was lost.
     """
     if keep_last is not None and keep_last < 1:
@@ -144,20 +145,19 @@ def save_checkpoint(
     )
     run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
-    saver = _saver_of(model)
     with run.saving():
-        world = run.comm()
-        saver.finish(world)
+        run.finish_saving(model)
         save_run_state(
             model,
             path,
             state,
-            world_comm=world,
-            saver=saver if asynchronous else None,
+            world_comm=run.comm(),
+            saver=_saver_of(model) if asynchronous else None,
             given_up=run.lost,
             afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last),
         )
-    run.advise(folder)
+    if not asynchronous:
+        run.advise(folder)
     return path
 
 
@@ -211,9 +211,8 @@ def load_if_any(
     if (recovery := run.recovery).repeats and not recovery.in_call:
         return _load_repeatedly(recovery, partial(load_if_any, folder, model, which, optimizer, **objects))
     with run.loading():
-        world = run.comm()
-        _saver_of(model).finish(world)
-        loaded = _load_newest(os.path.abspath(folder), which, model, state, run, world)
+        run.finish_saving(model)
+        loaded = _load_newest(os.path.abspath(folder), which, model, state, run, run.comm())
     if loaded is not None:
         run.advise(folder)
         if (scale := loss_scale_of(optimizer)) is not None and run.engine is not None:
@@ -243,9 +242,9 @@ def finish_saving(model: PreTrainedModel) -> None:
         CheckpointError: some rank could not write.
     """
     model = base_of(model)
-    run, saver = Participants(model), _saver_of(model)
+    run = Participants(model)
     with run.saving():
-        saver.finish(run.comm())
+        run.finish_saving(model)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -325,6 +324,11 @@ class Participants:
 
     def comm(self) -> CheckpointRanks:
         return checkpoint_ranks(self.engine)
+
+    def finish_saving(self, model: Any) -> None:
+        """Wait for the asynchronous save before this call, which can be loaded from then on."""
+        if (path := _saver_of(model).finish(self.comm())) is not None:
+            self.advise(os.path.dirname(path))
 
     @property
     def recovery(self) -> Recovery:

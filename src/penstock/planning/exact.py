@@ -127,12 +127,26 @@ class _Pipelines:
         self._path = (f + b).sum(-1) + (w[..., 0] if splits else w.sum(-1)) + 2 * reached[:, -1]
         self._squares = (every**2).sum(-1)
         self._state, self._kept = (np.stack([n[:, stages].sum(1) for stages in ranks], 1) for n in (state, kept))
+        self._state -= self._held_twice(np.array(mapping))
         self._limits = np.array([[kind.memory for kind in kinds] for kinds in classes]).reshape(-1, 1, self._depth)
 
     def _of_stages(self, values: Sequence[float]) -> np.ndarray:
         before = np.concatenate([[0.0], np.cumsum(values)])
         of_stages: np.ndarray = before[self._ends[:, 1:]] - before[self._ends[:, :-1]]
         return of_stages
+
+    def _held_twice(self, rank_of_stage: np.ndarray) -> np.ndarray:
+        """By split and rank, what several parts on it count for the weights that they share, and it holds once."""
+        users: dict[str, list[tuple[int, float]]] = {}
+        for number, part in enumerate(self._search.job.held):
+            for name, sizes in part.tied_state().items():
+                users.setdefault(name, []).append((number, sum(sizes)))
+        twice = np.zeros((len(self._ends), self._depth))
+        for each in users.values():
+            ranks = [rank_of_stage[(self._ends[:, 1:] <= number).sum(1)] for number, _ in each]
+            count = sum(np.eye(self._depth)[on] for on in ranks)
+            twice += np.maximum(count - 1, 0) * each[0][1]
+        return twice
 
     def seconds(self, microbatches: int) -> float:
         """The seconds of the fastest pipeline, or a lower bound of them: more microbatches take no less."""

@@ -48,9 +48,9 @@ class Message(IntEnum):
 
 
 NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
-# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too. That
-# is harmless: only activations and gradients can be so many, and the kinds after either use another group
-# (`Groups.p2p_group`), go the other way, or are of a generation, which does not run beside a step.
+# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too. Up to
+# ten times as many that is harmless: only activations and gradients can be more, and the kinds after either use another
+# group (`Groups.p2p_group`), go the other way, or are of a generation, which does not run beside a step.
 TAGS_PER_CHANNEL = 64
 # How many receives of a channel gloo may have posted ahead of their use. One hides the latency, the second the jitter.
 # More would only hold memory, and posting tells the sender, which disturbs it while it computes. So only small ones are

@@ -171,9 +171,11 @@ class Groups:
         for boundary, sides in enumerate(pairwise(holders)):
             for forward in (True, False) if sides[0] != sides[1] else ():
                 p2p[boundary, forward] = self._one_way(ranks, sides, forward, f"boundary {boundary}")
+        headers = self._new(ranks, "pipeline", control=True)  # known already
         for number, other in enumerate(ranks):
             if other != holders[-1]:
                 results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
+                self._will_talk(headers, (other, holders[-1]))
         return p2p, results
 
     def _one_way(
@@ -190,9 +192,13 @@ class Groups:
         if self._device.type != "cpu":
             return self._new(ranks if purpose == "results" else tuple(sorted(sides)), f"{purpose} {way}")
         group = self._new(ranks, way, apart=not forward)
+        self._will_talk(group, sides)
+        return group
+
+    def _will_talk(self, group: dist.ProcessGroup, sides: tuple[int, int]) -> None:
+        """Two ranks are to be connected in a gloo group."""
         if self._rank in sides:
             self._peers[group] |= {*sides} - {self._rank}
-        return group
 
     def _new(
         self, ranks: tuple[int, ...], purpose: str, control: bool = False, apart: bool = False
