@@ -364,8 +364,8 @@ class BoundaryToNext(_RemoteBoundary):
             self.post(microbatch)
         count = len(self._sent.pop(microbatch).differentiable)
         flags_come = not self.has_all_gradients(microbatch, count)
-        if flags_come:  # posted before the wait for the gradients, as they are sent before these
-            self._presence_flags.post_receive([torch.empty(count, dtype=torch.int64)])
+        if flags_come and not self._presence_flags.posted:  # before the wait for the gradients, which are sent later
+            self._post_flags(count)
         gradients: Sequence[torch.Tensor | None] = self._gradients.receive()
         if flags_come:
             flags = list(map(bool, self._presence_flags.receive()[0].tolist()))
@@ -388,6 +388,9 @@ class BoundaryToNext(_RemoteBoundary):
         assert specs is not None
         self._gradients.post_receive(specs.gradient_buffers())
 
+    def _post_flags(self, count: int) -> None:
+        self._presence_flags.post_receive([torch.empty(count, dtype=torch.int64)])
+
     def post_loss(self) -> None:
         assert self.losses is not None
         self._losses_unposted -= 1
@@ -405,6 +408,9 @@ class BoundaryToNext(_RemoteBoundary):
                 return
             if self._losses_unposted >= len(unposted):  # a microbatch's loss comes before its gradients
                 self.post_loss()
+            # A step's first gradients come with flags, whose receive takes longer to post once sends are under way.
+            if specs.differentiable and not self._had_gradient and not self._presence_flags.posted:
+                self._post_flags(len(specs.differentiable))
             unposted.pop()
             channel.post_receive(specs.gradient_buffers())
 

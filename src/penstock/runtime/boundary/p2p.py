@@ -36,9 +36,9 @@ class Message(IntEnum):
 
     HEADER = 0
     ACTIVATION = 1
-    LOSS = 2
-    GRADIENT = 3
-    PRESENCE = 4
+    PRESENCE = 2
+    LOSS = 3
+    GRADIENT = 4
     RESULT_HEADER = 5
     RESULT = 6
 
@@ -47,7 +47,7 @@ class Message(IntEnum):
         return self in (Message.HEADER, Message.ACTIVATION)
 
 
-NAMES = ("headers", "activations", "losses", "gradients", "presence of gradients", "headers of results", "results")
+NAMES = ("headers", "activations", "presence of gradients", "losses", "gradients", "headers of results", "results")
 # Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too. Up to
 # ten times as many that is harmless: only activations and gradients can be more, and the kinds after either use another
 # group (`Groups.p2p_group`), go the other way, or are of a generation, which does not run beside a step.

@@ -114,7 +114,8 @@ class Groups:
     def p2p_group(self, boundary: int, kind: Message) -> dist.ProcessGroup:
         """The group that carries messages of `kind` over `boundary`, or to that pipeline rank. Headers are read by the
         host, as is which gradients there are, so they go from CPU to CPU."""
-        if kind in (Message.HEADER, Message.PRESENCE, Message.RESULT_HEADER):
+        on_cpu = self.pipeline is self.pipeline_control
+        if kind in (Message.HEADER, Message.RESULT_HEADER) or (kind is Message.PRESENCE and not on_cpu):
             return self.pipeline_control
         return self._results[boundary] if kind is Message.RESULT else self._p2p[boundary, kind.goes_forward]
 
@@ -181,13 +182,12 @@ class Groups:
     def _one_way(
         self, ranks: tuple[int, ...], sides: tuple[int, int], forward: bool, purpose: str
     ) -> dist.ProcessGroup:
-        """The group that carries messages one way between two `sides`, of a pipeline's `ranks`. Activations share none
-        with what goes back, but for presence flags (see `p2p_group`). NCCL has no tags: each boundary has groups of its
-        own, of the two ranks that hold its sides, and results, which one rank sends, have one. On gloo, which
-        tells boundaries apart by tag, the directions share a lock: while one thread sends, the thread that receives
-        spins on it, for milliseconds if cores are few. A gloo group has a thread that wakes a hundred times a second,
-        so all boundaries share, and the way forward has no group of its own: it uses the one that has these ranks for
-        collectives and headers."""
+        """The group that carries messages one way between two `sides`, of a pipeline's `ranks`; the other way has
+        another. NCCL has no tags: each boundary has groups of its own, of the two ranks that hold its sides, and
+        results, which one rank sends, have one. On gloo, which tells boundaries apart by tag, the directions share a
+        lock: while one thread sends, the thread that receives spins on it, for milliseconds if cores are few. A gloo
+        group has a thread that wakes a hundred times a second, so all boundaries share, and the way forward has no
+        group of its own: it uses the one that has these ranks for collectives and headers."""
         way = "forward" if forward else "back"
         if self._device.type != "cpu":
             return self._new(ranks if purpose == "results" else tuple(sorted(sides)), f"{purpose} {way}")
