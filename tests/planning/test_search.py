@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 from other_systems import RULES
 
+from penstock.planning.candidates import LayoutSearch
 from penstock.planning.cluster import Cluster, DeviceClass, Link, parse_devices, parse_nodes
 from penstock.planning.memory import HeldBytes, memory_of_ranks, parse_bytes, readable
 from penstock.planning.plan import Job, place
 from penstock.planning.planner import Infeasible, equal_pipelines, make_plans, with_equal_pipelines
-from penstock.planning.profile import Profile, UnitCost
+from penstock.planning.profile import Profile, UnitCost, held_by_stages
 from penstock.planning.search import Chain, find_splits, layouts
 from penstock.runtime.comm.devices import USABLE
 from penstock.schedule import build
@@ -172,6 +173,18 @@ def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
         assert any(best.recomputing) == (False not in steps or steps[False].seconds > best.seconds)
         fits_now += True in steps and False not in steps
     assert mixed and fits_now
+
+
+def test_a_stage_that_is_short_only_with_all_microbatches_is_recomputed_too() -> None:
+    """GPipe holds all of any number: more than the planner simulates of the schedules that hold as many as ranks."""
+    units = [UnitCost(f"h.{index}", 1.0, 1.0, 1.0, crossing=1.0, weights=10.0, kept=5.0) for index in range(4)]
+    profile, sizes = Profile("deep", tuple(units)), (3, 1)
+    held = held_by_stages([units[:3], units[3:]])
+    with_eight, with_sixteen = (memory_of_ranks(build("gpipe", 2, count), held)[0].total for count in (8, 16))
+    devices = Cluster((DeviceClass("small", 2, memory=(with_eight + with_sixteen) / 2),))
+    search = LayoutSearch(Job(profile, devices, 16, schedules=("gpipe",), checkpointing="stages"))
+    first, second = search.pipeline_of((0, 0), sizes, "gpipe").units
+    assert first[0].kept < units[0].kept and second[0].kept == units[3].kept
 
 
 def test_copies_stand_on_nodes_of_their_own() -> None:

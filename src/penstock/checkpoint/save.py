@@ -6,8 +6,8 @@ of its adapters.
 `model_methods.save_by_own_method`). Small files of a Trainer, and the state of one object alone, need no plan.
 
 Files may be written while training goes on. Threads that talked to other ranks would need process groups of their own,
-which end when a rank is lost or the program destroys its groups. So each rank marks in the staging folder, which all
-ranks see, that it is done: by a small file. The leader, which puts the files in place, waits for these.
+which end when a rank is lost or the program destroys its groups. So each rank that writes marks in the staging folder,
+which all ranks see, that it is done: by a small file. The leader, which puts the files in place, waits for these.
 """
 
 from __future__ import annotations

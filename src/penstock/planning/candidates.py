@@ -154,8 +154,11 @@ class LayoutSearch:
         job = self.job
         if job.recomputed is None:
             return units
-        deep = min(job.num_microbatches, DEEP * len(classes))
-        memory = memory_of_ranks(schedule_of(schedule.name, len(classes), deep), held_by_stages(units))
+        name, size = schedule.name, len(classes)
+        deep = min(job.num_microbatches, DEEP * size)
+        if any(live_microbatches(name, size, rank, deep) == deep for rank in range(size)):
+            deep = job.num_microbatches  # one that holds all of so many, as GPipe, holds all of any number
+        memory = memory_of_ranks(schedule_of(name, size, deep), held_by_stages(units))
         short = [
             estimate.total > job.cluster.classes[kind].memory for estimate, kind in zip(memory, classes, strict=True)
         ]

@@ -56,6 +56,7 @@ from penstock.runtime.inputs import (
     warn_of_batchwise,
     warn_of_changed_buffers,
     warn_of_changes_by_stages,
+    warn_of_equal_batches,
     warn_of_hooks,
     warn_of_inexact_loss,
     warn_of_kept_state,
@@ -327,12 +328,13 @@ class Engine:
         number = self.step_number
         buffers = kept_buffers(self.split.model) if self.report is None else {}
         kept = self.split.kept_state = KeptState(self.split.model) if self.report is None else None
+        with_equal_batches: list[int] = []
         roll_call = self.parts.roll_call.begin(Call.TRAIN, settings, shared=self.parts.shared(settings))
 
         def meet() -> Sequence[Hashable]:
             gathered = self.parts.compare(roll_call.wait(), batch)
             if number == 0 and len(self.layout.pipelines) > 1:
-                self.parts.warn_of_equal_batches(inputs)
+                with_equal_batches.extend(self.parts.with_equal_batches(inputs))
             self.parts.updates.begin_step()
             self.step_number += 1
             self.num_evaluations = 0
@@ -349,6 +351,7 @@ class Engine:
                 self.parts.updates.end_step(due=bool(settings.reduces_gradients))
         if step.interruption is not None:
             raise step.interruption
+        warn_of_equal_batches(with_equal_batches if self.rank == 0 else [])
         warn_of_changed_buffers(self.split.model, buffers)
         warn_of_variables([] if kept is None else [*kept.variables])
         warn_of_kept_tensors([] if kept is None else [*kept.keeping])

@@ -331,6 +331,17 @@ def warn_of_hooks(names: Sequence[str]) -> None:
         warnings.warn(f"{what}, {AS_ACCUMULATED}", stacklevel=2)
 
 
+def warn_of_equal_batches(pipelines: Sequence[int]) -> None:
+    """Warn of pipelines that were given the same batch in the first step."""
+    if pipelines:
+        warnings.warn(
+            f"pipelines {', '.join(map(str, pipelines))} were given the same batch in the first step, so that its "
+            "samples count several times: give each pipeline its own, by model.prepare_dataloader(dataset, "
+            "batch_size), or by model.data_parallel_rank of model.data_parallel_size",
+            stacklevel=2,
+        )
+
+
 def warn_of_batchwise(inputs: StepInputs) -> None:
     """Warn of operations whose backward depends on the whole batch."""
     if units := sorted({each for plan in inputs.different_plans for each in plan.batchwise}):

@@ -237,8 +237,9 @@ class Parts:
         """What the pipelines compare of a step's or an evaluation's settings."""
         return partial(settings.shared, self.context.pipeline)
 
-    def warn_of_equal_batches(self, inputs: Mapping[str, Any]) -> None:
-        """Warn, on the first rank, if pipelines were given the same batch. All ranks call this together."""
+    def with_equal_batches(self, inputs: Mapping[str, Any]) -> list[int]:
+        """The pipelines that were given the same batch, of several such sets the largest. All ranks call this
+        together."""
         context = self.context
         on_host = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(inputs))
         ranks = Ranks(context.groups.world_control, context.board.guard)
@@ -249,13 +250,7 @@ class Parts:
             first, *_ = context.layout.of_replica(replica)
             given.setdefault(by_rank[first.first_rank], []).append(context.layout.pipelines.index(first))
         same = max(given.values(), key=len)
-        if len(same) > 1 and context.rank == 0:
-            warnings.warn(
-                f"pipelines {', '.join(map(str, same))} were given the same batch in the first step, so that its "
-                "samples count several times: give each pipeline its own, by model.prepare_dataloader(dataset, "
-                "batch_size), or by model.data_parallel_rank of model.data_parallel_size",
-                stacklevel=2,
-            )
+        return same if len(same) > 1 else []
 
     def compare(self, answers: Answers, batch: BatchInWords) -> Mapping[int, Sequence[int]]:
         """Raise, on every rank, if what the ranks said differs; returns what those of this pipeline said. `batch` tells

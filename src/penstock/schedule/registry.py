@@ -25,7 +25,7 @@ AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
 PLAIN, DEFERRING, ZERO_BUBBLE_V = "1f1b", "zb-h1", "zb-v"
-# With so many microbatches for each rank a schedule of the papers holds as much as with any more.
+# With so many microbatches for each rank a schedule of the papers holds as much as with any more, or it holds all.
 DEEP = 4
 
 

@@ -31,7 +31,7 @@ from penstock.runtime.failures.keys import in_thread
 LAZY = "TORCH_GLOO_LAZY_INIT"
 # How often a rank looks whether others are there, in seconds, at first and later.
 FIRST_PAUSE, LAST_PAUSE = 0.001, 0.25
-# The most ranks of which `in_trees` connects all pairs.
+# Of up to so many ranks `in_trees` connects all pairs.
 MOST_FULLY_CONNECTED = 5
 # From so many bytes on the wait for a message is watched. Where one side was killed, sends and receives of 8 MB never
 # ended in one of four runs, those of 800 kB in none of 60: this is well below, as how much a socket takes at once

@@ -169,14 +169,15 @@ class Groups:
         ranks = pipeline.ranks(tensor_parallel_rank)
         holders = [pipeline.global_rank(stage, tensor_parallel_rank) for stage in range(pipeline.num_stages)]
         p2p, results = {}, {}
+        of_hosts = self._new(ranks, "pipeline", control=True)  # made before
         for boundary, sides in enumerate(pairwise(holders)):
             for forward in (True, False) if sides[0] != sides[1] else ():
                 p2p[boundary, forward] = self._one_way(ranks, sides, forward, f"boundary {boundary}")
-        headers = self._new(ranks, "pipeline", control=True)  # known already
+                self._will_talk(of_hosts, sides)
         for number, other in enumerate(ranks):
             if other != holders[-1]:
                 results[number] = self._one_way(ranks, (other, holders[-1]), False, "results")
-                self._will_talk(headers, (other, holders[-1]))
+                self._will_talk(of_hosts, (other, holders[-1]))
         return p2p, results
 
     def _one_way(
