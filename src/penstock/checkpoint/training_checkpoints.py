@@ -89,7 +89,8 @@ def save_checkpoint(
         model: from `initialize`, `from_pretrained`, `from_config` or `Booster.boost`; or, in one process, a plain one.
         optimizer: as in the loop.
         lr_scheduler, dataloader, scaler: objects with `state_dict` and `load_state_dict`; the same on all ranks.
-        step: number of steps done; by default how many training steps this model has begun.
+        step: number of steps done; by default how many training steps this model has begun, in an elastic run how many
+            updates were made (`booster.step`).
         extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
         keep_last: once this checkpoint is whole, remove older ones, so that this many are left.
         asynchronous: return once everything is copied to host memory, and write the files while training goes on. What

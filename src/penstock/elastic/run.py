@@ -127,8 +127,9 @@ class ElasticRun:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
-        """Do something that all ranks do, however many are lost meanwhile; see `LoggedCall`. Raises what it raises that
-        is no loss of a rank, RunEnded if those that are left cannot go on, LeftOut if they go on without this one."""
+        """Do something that all ranks do, or `local` to this one, however many are lost meanwhile; see `LoggedCall`.
+        Raises what it raises that is no loss of a rank, RunEnded if those that are left cannot go on, LeftOut if they
+        go on without this one."""
         result: T = self._run_logged(LoggedCall(work, trains, local))
         return result
 

@@ -49,8 +49,9 @@ class Message(IntEnum):
 
 NAMES = ("headers", "activations", "presence of gradients", "losses", "gradients", "headers of results", "results")
 # Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too. Up to
-# ten times as many that is harmless: only activations and gradients can be more, and the kinds after either use another
-# group (`Groups.p2p_group`), go the other way, or are of a generation, which does not run beside a step.
+# ten times as many that is harmless: only activations and gradients can be more, and each kind after either, also over
+# the next boundary, uses another group (`Groups.p2p_group`), goes between other ranks or the other way between them, or
+# is of a generation, which does not run beside a step.
 TAGS_PER_CHANNEL = 64
 # How many receives of a channel gloo may have posted ahead of their use. One hides the latency, the second the jitter.
 # More would only hold memory, and posting tells the sender, which disturbs it while it computes. So only small ones are
