@@ -151,7 +151,7 @@ class CheckpointManager:
         `extra` is saved too: numbers and tensors by name.
 
         Returns:
-            whether it has saved.
+            whether it has saved; True also if an elastic run has gone back to an earlier checkpoint meanwhile.
 
         Raises:
             SystemExit: with status `EXIT_CODE`, on all ranks, after a signal to any of them. Everything is saved.

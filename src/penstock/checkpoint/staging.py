@@ -80,8 +80,8 @@ def discard(directory: str, staging: str, made: Sequence[str] = ()) -> None:
 
 
 def commit(directory: str, staging: str, what: Replacement) -> None:
-    """Make what was staged the checkpoint. Small files may not be on disk yet; what several ranks have written is. If
-    it raises CheckpointError, what readers find is whole nevertheless; the next save goes on from here."""
+    """Make what was staged the checkpoint, once all of it is on disk. If it raises CheckpointError, what readers find
+    is whole nevertheless; the next save goes on from here."""
     for target in (*what.sides, *what.starts, *what.files, *what.hiding, *what.old):
         path = os.path.join(directory, target)
         kind = kind_of(path)

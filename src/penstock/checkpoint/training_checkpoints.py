@@ -99,7 +99,7 @@ def save_checkpoint(
         objects: anything else of yours with `state_dict` and `load_state_dict`, alike on all ranks.
 
     Returns:
-        the checkpoint's own folder.
+        the checkpoint's own folder. It is not there if an elastic run has gone back to an earlier one meanwhile.
 
     Raises:
         TypeError, ValueError: an argument that cannot be saved; before any communication.

@@ -400,7 +400,7 @@ class Engine:
     @contextlib.contextmanager
     def saving(self, call: Call) -> Iterator[None]:
         """Around a save: `together`, and warns if an interrupted optimizer's step left the ranks unlike, or if copies
-        of a tied weight differ."""
+        of a tied weight differ by more than roundings, which are taken away without a word."""
         with self.together(call, [self.parts.updates.state(), self.parts.copies.equality_term()]) as gathered:
             words = mixed_update({rank: facts[0] for rank, facts in gathered.items()})
             if words is None and sum(facts[1] for facts in gathered.values()) % MODULUS:

@@ -125,7 +125,7 @@ class OwnLoss(TrainerAdapter):
         return split_batch(batch, size, sizes)
 
     def join_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The rows of the batch from those of its microbatches: the reverse of `microbatches`."""
+        """The rows of the model's output for a batch, from those for its microbatches."""
         return torch.cat(list(rows))
 
     def terms(self) -> Sequence[Term]:
