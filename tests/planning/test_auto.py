@@ -71,6 +71,8 @@ def test_little_memory_makes_deeper_pipelines(pool: Pool) -> None:
         auto_pipelines(build(), 2, 8, 1, "1f1b", memory=0.3 * whole)
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b") == 1
     assert auto_pipeline_size(build(), 4, 8, 1, "1f1b", memory=0.9 * whole) == 2
+    with pytest.raises(ValueError, match="memory"):
+        auto_pipelines(build(), 2, 8, 1, "1f1b", memory=0)
 
 
 def test_devices_that_share_sequences_stand_as_one() -> None:

@@ -167,9 +167,9 @@ def successor(view: View) -> tuple[list[MemberReport], int, int, int]:
 
 @dataclass
 class LoggedCall:
-    """Something that all ranks do. `trains`: whether it makes gradients, which are lost with the layout. `local`:
-    whether a rank does it without the others; otherwise it ends on none before all have begun it. `stale`: whether the
-    run went back to a checkpoint before it was done, so that it is not done any more."""
+    """Something that all ranks do. `trains`: whether it makes or changes gradients, which are lost with the layout.
+    `local`: whether a rank does it without the others; otherwise it ends on none before all have begun it. `stale`:
+    whether the run went back to a checkpoint before it was done, so that it is not done any more."""
 
     run: Callable[[], Any]
     trains: bool
@@ -201,7 +201,7 @@ class Log:
 
     @property
     def training(self) -> list[LoggedCall]:
-        """The calls that made the gradients that are here."""
+        """The calls that made the gradients that are here, and changed them."""
         return [call for number, call in self.calls.items() if call.trains and number >= self.dropped]
 
     def add(self, call: LoggedCall) -> None:

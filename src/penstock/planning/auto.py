@@ -109,6 +109,6 @@ def _in_parts(whole_sequences: Job, context_parallel_size: int, tensor_parallel_
 def _job(
     profile: Profile, num_devices: int, num_microbatches: int, schedule: str, memory: float | None, copies: int
 ) -> Job:
-    devices = DeviceClass("device", num_devices, memory=memory or math.inf)
+    devices = DeviceClass("device", num_devices, memory=math.inf if memory is None else memory)
     cluster = Cluster((devices,), inside=profile.inside or USUAL_INSIDE)
     return Job(profile, cluster, num_microbatches, copies, schedules=(schedule,))

@@ -190,8 +190,8 @@ def named_schedule(name: str) -> NamedSchedule:
 def resolve_auto(name: Asked, deferring_pays: bool) -> Asked | str:
     """The schedule to run where a user asked for `name`, or for one written out, with one stage on each rank.
 
-    ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than its
-    first rank. It is faster where weight gradients are worth putting off.
+    ZB-H1 has the messages of 1F1B, forwards and backwards in the same order, and holds no more microbatches than
+    1F1B's first rank. It is faster where weight gradients are worth putting off.
     """
     return (DEFERRING if deferring_pays else PLAIN) if name == AUTO else name
 

@@ -77,8 +77,8 @@ class Totals:
 
     def start(self, loss: torch.Tensor, mine: StepFacts = NO_FACTS) -> None:
         """Begin to sum `loss` over the pipelines, and what all ranks have found; `finish` gives both. The loss is this
-        pipeline's share of the global batch's, shape (), float64. Only the last stage's counts. On an accelerator it is
-        summed there, and no host waits for it."""
+        pipeline's share of the global batch's, shape (), float64; that of the last stage alone is added. On an
+        accelerator it is summed there, and no host waits for it."""
         if not self._speaks:
             loss, mine = torch.zeros_like(loss), mine._replace(num_samples=0, num_tokens=0)
         elif not self._counts_samples:
