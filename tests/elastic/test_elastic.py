@@ -29,11 +29,13 @@ from penstock import (
 )
 from penstock.checkpoint.contents import find_checkpoints
 from penstock.checkpoint.training_checkpoints import Checkpoint
+from penstock.config.plugin_settings import PluginSettings
 from penstock.elastic import membership as membership_module
 from penstock.elastic.generations import Generations, agree, leave_world
+from penstock.elastic.layout_planner import LayoutPlanner
 from penstock.elastic.meeting import FolderMeeting
 from penstock.elastic.membership import MemberRecord, Membership, Pulse
-from penstock.elastic.protocol import Generation, MemberReport
+from penstock.elastic.protocol import Generation, MemberReport, View
 from penstock.runtime import formation
 from penstock.runtime.migration import Migration
 from tests.support import elastic_runs
@@ -199,6 +201,49 @@ def test_who_comes_as_the_run_goes_back_to_a_checkpoint_is_taken_in_afterwards(t
         assert lost["restored"].endswith("step-00000003") and (len(lost["lost"]), lost["joined"]) == (1, [])
         number = next(note["member"] for note in joiner.notes if "member" in note)
         assert (came["restored"], came["lost"], came["joined"]) == ("", [], [number])
+
+
+@pytest.mark.parametrize(("copies_left", "waits"), [(True, False), (False, True)])
+def test_who_comes_waits_if_and_only_if_values_are_lost_and_is_not_refused(copies_left: bool, waits: bool) -> None:
+    """Of pipelines of two devices, two members and three that come are left: also without the last of them."""
+    model = FAMILIES["gpt2"].build()
+    template = PipelineTemplate.balanced(model, 2)
+    elastic = Elastic("file:///nowhere", copies=1, templates=[template])
+    planner = LayoutPlanner(model, PluginSettings(elastic=elastic, global_batch_size=8, microbatch_size=2), "1f1b")
+    first, second = template.modules_per_stage
+    held = [tuple(first), tuple(second if copies_left else first)]
+    members = tuple(range(8))
+    reports = {number: MemberReport(number, 5, held=units) for number, units in enumerate(held)}
+    reports |= {number: MemberReport(number, 5, new=True) for number in (4, 5, 6)}
+    before = Generation(3, members, joining=(4, 5, 6, 7), step=5)
+    membership = Mock()
+    membership.num_requests.return_value = 4
+    membership.pulse.record = lambda number: MemberRecord(number, str(number), 0, "", "host", "", 1)
+    view = View(0, members, reports, lost={2, 3, 7})
+    following = planner.following(view, before, membership, lambda: (3, "checkpoint"))
+    assert (following.restore, following.step) == (("checkpoint", 3) if waits else ("", 5))
+    assert (following.joining, following.lost) == (((), (2, 3, 7)) if waits else ((4, 5), (2, 3, 6, 7)))
+    assert [call.args[0] for call in membership.refuse.call_args_list] == ([] if waits else [6])
+
+
+def test_a_run_that_resumes_survives_a_loss_in_the_load(tmp_path: Path) -> None:
+    """All load again what they had half loaded."""
+    folder = str(tmp_path / "checkpoints")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    first = elastic_runs.Run(tmp_path / "first", 4, 3, DEPTHS="2,3", COPIES="1", CHECKPOINTS=folder)
+    begun = [first.start() for _ in range(3)]
+    first.wait()
+    assert [member.status for member in begun] == [0, 0, 0], first.printed()
+    run = elastic_runs.Run(tmp_path / "second", STEPS, 3, DEPTHS="2,3", COPIES="1", CHECKPOINTS=folder)
+    killed, *others = run.start("kill@any/loading"), run.start(), run.start()
+    run.wait()
+    assert killed.status == -9, run.printed()
+    for member in others:
+        assert member.status == 0, run.printed()
+        assert member.losses.keys() == set(range(3, STEPS))
+        for step, loss in member.losses.items():
+            assert abs(loss - expected()[step]) < EXACT, f"step {step}\n{run.printed()}"
 
 
 def test_where_two_ranks_own_each_weight_one_after_the_other_may_be_lost(tmp_path: Path) -> None:

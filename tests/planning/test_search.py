@@ -175,6 +175,16 @@ def test_stages_whose_memory_is_short_recompute_and_the_others_do_not() -> None:
     assert mixed and fits_now
 
 
+def test_what_waits_for_its_weight_gradients_may_hold_less_than_what_waits_for_its_backward() -> None:
+    """Under ZB-H1 the last rank has one microbatch between F and B, and one between B and W."""
+    rest = {"weights": 1.0, "deferred": 1.0}
+    units = [UnitCost("first", 1.0, 1.0, 1.0, kept=9.0, **rest), UnitCost("last", 1.0, 1.0, 1.0, kept=18.0, **rest)]
+    profile, devices = Profile("model", tuple(units)), Cluster((DeviceClass("device", 2, memory=25.0),))
+    (plan, *_) = make_plans(Job(profile, devices, 2, schedules=("zb-h1",)), 1)
+    assert plan.seconds == pytest.approx(best_simulated_by_brute_force(profile, devices, 2, 1, ("zb-h1",)))
+    assert len(plan.pipelines) == 1 and len(plan.devices) == 2
+
+
 def test_a_stage_that_is_short_only_with_all_microbatches_is_recomputed_too() -> None:
     """GPipe holds all of any number: more than the planner simulates of the schedules that hold as many as ranks."""
     units = [UnitCost(f"h.{index}", 1.0, 1.0, 1.0, crossing=1.0, weights=10.0, kept=5.0) for index in range(4)]

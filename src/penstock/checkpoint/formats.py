@@ -2,7 +2,8 @@
 assembled from the ranks of a pipeline; and parallel checkpoints, of files that each rank writes and their table of
 contents.
 
-Plans of ordinary folders are made on meta tensors from names, shapes and dtypes, by every rank for itself and alike.
+Plans of ordinary folders are made from names, shapes and dtypes, by every rank for itself and alike; those of adapters
+from what the leader has seen PEFT ask for.
 """
 
 from __future__ import annotations

@@ -116,13 +116,18 @@ class LayoutPlanner:
             self.decide, number=now.number + 1, record=membership.pulse.record, before=now, step=step,
             checkpoint=checkpoint, makes_weights=makes_weights,
         )  # fmt: skip
-        decided = decide(going_on, joining)
-        waiting = joining if decided.restore else []
-        if waiting:  # those who come have no `CheckpointManager` yet: they join once the others are back
-            joining = []
+        # While a run goes back to a checkpoint those who come wait: they have no `CheckpointManager` yet.
+        waiting: list[int] = []
+        decided = decide(going_on, [])
+        if decided.restore:
+            waiting, joining = joining, waiting
+        elif joining:
             decided = decide(going_on, joining)
         while decided.reason_to_stop and joining:
             membership.refuse(joining.pop(), decided.reason_to_stop)  # the members go on without the last who came
+            decided = decide(going_on, joining)
+        if decided.restore and joining:  # the members alone are too few to go back
+            waiting, joining = joining, waiting
             decided = decide(going_on, joining)
         if handing_over and not decided.joining:
             handing_over, decided = False, decide((), ())

@@ -212,9 +212,10 @@ class ElasticRun:
                 self._restoring = is_loss(error)  # else it comes up to the caller
                 raise
             self._restoring = False
-            self.step = self.step if step is None else step
+            if step is not None:
+                self.step, self._saved = step, None
 
-        self.run_without_gradients(work)
+        self.run_without_gradients(work, stale=work)
         self._begin_log()
 
     def commit_update(self, prepare: Callable[[], Callable[[], T]]) -> T:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import combinations, islice, product
 
@@ -158,10 +159,10 @@ class _Pipelines:
         """A lower bound of the step of each order and split; infinite if it fits in no case."""
         if microbatches not in self._bounds:
             one_stage_each = self._ends.shape[1] - 1 == self._depth
-            live = [
-                live_microbatches(self._name, self._depth, rank, microbatches) if one_stage_each else 1
-                for rank in range(self._depth)
-            ]
+            # Those between F and B: what waits for its W holds less, and some schedules hold fewer than 1F1B.
+            of_rank = partial(live_microbatches, self._name, self._depth)
+            most = [min(of_rank(rank, microbatches), self._depth - rank) for rank in range(self._depth)]
+            live = most if one_stage_each else [1] * self._depth
             fits = (self._state + self._kept * np.array(live) <= self._limits * (1 + ROUNDING)).all(-1)
             bound = np.maximum((self._before + microbatches * self._work).max(-1), self._path)
             self._bounds[microbatches] = np.where(fits, bound, np.inf)
