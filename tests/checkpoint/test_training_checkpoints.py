@@ -280,6 +280,28 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, mon
     assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
 
 
+def test_an_asynchronous_save_removes_older_ones_of_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the program has gone to another folder meanwhile, in which there is one of the same name."""
+    model, _ = trained(1)
+    go_on, original = threading.Event(), files.write_safetensors
+    for place in ("there", "here"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        penstock.save_checkpoint("run", model=model, step=1)
+    penstock.save_checkpoint("run", model=model, step=2)
+    monkeypatch.setattr(files, "write_safetensors", lambda *args: go_on.wait(60) and original(*args))
+    penstock.save_checkpoint("run", model=model, step=3, keep_last=1, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "there")
+    monkeypatch.setattr(files, "write_safetensors", original)
+    penstock.save_checkpoint("run", model=trained(2)[0], step=2)
+    go_on.set()
+    penstock.finish_saving(model)
+    assert [found.step for found in find_checkpoints(tmp_path / "here" / "run")] == [3]
+    assert [found.step for found in find_checkpoints(tmp_path / "there" / "run")] == [2, 1]
+
+
 def advice_around_an_asynchronous_save(folder: Path) -> list[bool]:
     """Whether an error after a loss would say to load a model, and to load a checkpoint: while one is written, and
     after it."""

@@ -109,6 +109,7 @@ def save_checkpoint(
     """
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+    folder = os.path.abspath(folder)  # of now: an asynchronous save ends later
     model = base_of(model)
     run = Participants(model)
     if (recovery := run.recovery).repeats and not recovery.in_call:
