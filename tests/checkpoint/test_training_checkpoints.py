@@ -280,6 +280,19 @@ def test_an_asynchronous_save_holds_the_values_of_its_moment(tmp_path: Path, mon
     assert torch.equal(adam.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_what_was_just_saved_is_kept_also_if_there_are_later_steps(tmp_path: Path, keep_last: int) -> None:
+    """A run has gone back from a damaged one, or from one that led astray."""
+    model, _ = trained(1)
+    for number in (100, 200, 300):
+        penstock.save_checkpoint(tmp_path, model=model, step=number)
+    flip(tmp_path / "step-00000200" / "pytorch_model_tp_0_pp_0.safetensors")
+    path = penstock.save_checkpoint(tmp_path, model=model, step=150, keep_last=keep_last)
+    kept = [150, 100][:keep_last]
+    assert path.endswith("step-00000150")
+    assert [found.step for found in find_checkpoints(tmp_path)] == [300, 200, *kept]
+
+
 def test_an_asynchronous_save_removes_older_ones_of_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

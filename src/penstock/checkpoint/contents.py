@@ -114,11 +114,13 @@ def _is_removed(name: str) -> bool:
     return is_staging or is_rank_file(name, None) or is_configuration(name) or name in indices
 
 
-def remove_older(folder: str | os.PathLike[str], keep_last: int) -> None:
-    """Remove the checkpoints of earlier steps than the `keep_last` newest whole ones. What cannot be removed stays.
-    Only files under a checkpoint's own names are removed, and its folder if nothing else is in it."""
+def remove_older(folder: str | os.PathLike[str], keep_last: int, step: int) -> None:
+    """Remove the checkpoints before that of a step, but for so many whole ones that with it `keep_last` are left. Those
+    of later steps, from which the run has gone back, stay, and what cannot be removed. Only files under a checkpoint's
+    own names are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
-        left, older, checkpoints = keep_last, list[str](), find_checkpoints(folder)
+        left, older = keep_last, list[str]()
+        checkpoints = [found for found in find_checkpoints(folder) if found.step is None or found.step <= step]
         for checkpoint in checkpoints if len(checkpoints) > keep_last else ():
             if left == 0:
                 older.append(checkpoint.path)

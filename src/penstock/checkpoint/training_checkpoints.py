@@ -92,7 +92,7 @@ def save_checkpoint(
         step: number of steps done; by default how many training steps this model has begun, in an elastic run how many
             updates were made (`booster.step`).
         extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
-        keep_last: once this checkpoint is whole, remove older ones, so that this many are left.
+        keep_last: once this checkpoint is whole, remove those of earlier steps, so that with it this many are left.
         asynchronous: return once everything is copied to host memory, and write the files while training goes on. What
             goes wrong with that is raised by the next save or load, or by `finish_saving`; else the program ends with
             status 1.
@@ -156,7 +156,7 @@ def save_checkpoint(
             world_comm=run.comm(),
             saver=_saver_of(model) if asynchronous else None,
             given_up=run.lost,
-            afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last),
+            afterwards=lambda: None if keep_last is None else remove_older(folder, keep_last, number),
         )
     if not asynchronous:
         run.advise(folder)

@@ -154,7 +154,7 @@ class Membership:
         self._generation = -1
         self._watched = self.id
         self._fail: Callable[[str, Sequence[int]], None] | None = None
-        # That of the generation that is watched: while it forms it is shorter.
+        # That of the generation that is watched: while it forms it is another one.
         self._hang_timeout = hang_timeout
         self._lock = threading.Lock()
         self._closed = threading.Event()

@@ -50,7 +50,7 @@ class MemberReport(MemberMessage):
         committed: how many updates it has made.
         calls: how many calls it has completed since the last of these.
         dropped: of how many of them it has dropped the gradients.
-        leaving: whether it will not be part of the next generation.
+        leaving: whether it is about to leave: it is part of the next generation only to hand over what it has.
         suspects: the members that it takes to be lost.
         held: the names of the units whose values it has.
         ready: whether it is between two steps, where others can join.
