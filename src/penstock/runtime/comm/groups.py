@@ -72,7 +72,7 @@ class Groups:
                 self.model_parallel, self.model_parallel_control = both
             for tensor_parallel_rank in range(size):
                 both = self._both(pipeline.ranks(tensor_parallel_rank), "pipeline")
-                messages = self._of_messages(pipeline, tensor_parallel_rank)
+                messages = self._of_messages(pipeline, tensor_parallel_rank, both[1])
                 if (index, tensor_parallel_rank) == (place.pipeline, place.tensor_parallel_rank):
                     self.pipeline, self.pipeline_control = both
                     # Over each boundary, and whether they go forward; and by the pipeline rank that results are for.
@@ -163,13 +163,12 @@ class Groups:
         return self._new(ranks, purpose), self._new(ranks, purpose, control=True)
 
     def _of_messages(
-        self, pipeline: PipelineLayout, tensor_parallel_rank: int
+        self, pipeline: PipelineLayout, tensor_parallel_rank: int, of_hosts: dist.ProcessGroup
     ) -> tuple[dict[tuple[int, bool], dist.ProcessGroup], dict[int, dist.ProcessGroup]]:
-        """The groups that carry messages between the ranks of a pipeline, and its results."""
+        """The groups that carry messages between the ranks of a pipeline, and its results; `of_hosts`: for objects."""
         ranks = pipeline.ranks(tensor_parallel_rank)
         holders = [pipeline.global_rank(stage, tensor_parallel_rank) for stage in range(pipeline.num_stages)]
         p2p, results = {}, {}
-        of_hosts = self._new(ranks, "pipeline", control=True)  # made before
         for boundary, sides in enumerate(pairwise(holders)):
             for forward in (True, False) if sides[0] != sides[1] else ():
                 p2p[boundary, forward] = self._one_way(ranks, sides, forward, f"boundary {boundary}")
