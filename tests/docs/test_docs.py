@@ -537,6 +537,23 @@ def test_files_and_public_names_in_inline_code_exist(page: Path) -> None:
                 assert resolve("penstock" + name) is not None, f"{page}:{number}: {span}"
 
 
+def test_where_to_change_what_names_files_that_have_these_names() -> None:
+    text = (ROOT / "docs/where_to_change.md").read_text()
+    items = [re.sub(r"\n +", " ", item) for item in re.findall(r"^(?:-|\d+\.) (.*(?:\n  +.*)*)", text, re.MULTILINE)]
+    assert len(items) > 500
+    wrong = []
+    for item in items:
+        first, *spans = re.findall(r"`([^`]+)`", item)
+        assert item.startswith(f"`{first}`"), item
+        there = next((path for top in ("src/penstock", ".") if (path := ROOT / top / first).exists()), None)
+        assert there is not None, item
+        source = there.read_text() if there.is_file() else "".join(file.read_text() for file in there.rglob("*.py"))
+        names = [span for span in spans if not (ROOT / span).exists() and not span.startswith("make ")]
+        words = {word for name in names for word in re.findall(r"[A-Za-z_]\w*", name)}
+        wrong += [(first, word) for word in words if not re.search(rf"\b{word}\b", source)]
+    assert wrong == []
+
+
 def test_the_picture_of_the_house_is_true() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     picture = next(block for block in text.split("```") if "your script" in block)

@@ -26,8 +26,8 @@ LOSS_METHODS = ("compute_loss", "_compute_loss", "get_batch_loss_metrics")
 # Why another trainer of TRL is refused, and what to do instead.
 NO_ADAPTER = (
     "Penstock has no adapter for this trainer. "
-    'Write a loop of your own, with the loss as a criterion (docs/your_own_loss.md), or an adapter: "a trainer of TRL" '
-    "in docs/architecture.md"
+    'Write a loop of your own, with the loss as a criterion (docs/your_own_loss.md), or an adapter: "A trainer of TRL" '
+    "in docs/where_to_change.md"
 )
 
 # What to do instead of another loss in a class derived from one of TRL's.
