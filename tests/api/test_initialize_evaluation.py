@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
+import penstock
 from penstock.modeling.stage.outputs import merge_outputs, shapes_of
 from penstock.runtime import evaluation
 from tests.support.families import FAMILIES, batch
@@ -209,3 +211,44 @@ def evaluate_with_gradients_enabled() -> tuple[float, float]:
 def test_the_pipelines_own_evaluation_needs_no_context(pool: Pool) -> None:
     for trained, evaluated in pool.run(2, evaluate_with_gradients_enabled):
         assert trained == pytest.approx(evaluated, rel=1e-6)
+
+
+class Turned(nn.Module):
+    """Its output, and what crosses, are conjugates that torch has not computed yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turn(number) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Turn(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).conj()
+
+
+def evaluate_conjugates(num_microbatches: int) -> torch.Tensor:
+    given = torch.randn(4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(9))
+    options = {"pipeline_parallel_size": 2, "num_microbatches": num_microbatches}
+    model = penstock.initialize(
+        Turned(), options, criterion=lambda output, batch: output.abs().mean(), example_inputs={"x": given}
+    )
+    with torch.no_grad():
+        return model(x=given).output.resolve_conj()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_an_output_that_is_a_conjugate_view_comes_to_all_ranks(pool: Pool, num_microbatches: int) -> None:
+    given = torch.randn(4, 4, dtype=torch.complex128, generator=torch.Generator().manual_seed(9))
+    expected = Turned()(given).detach()
+    for found in pool.run(2, evaluate_conjugates, num_microbatches):
+        assert torch.allclose(found, expected, rtol=EXACT, atol=0)

@@ -392,6 +392,29 @@ def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Po
         assert text.startswith(f"{kind} lets updates depend on other parameters") and "AdamW" in text
 
 
+def test_in_one_process_an_optimizer_may_depend_on_all_parameters() -> None:
+    with kept_in_double():
+        model, plain = parallelize(gpt2().double(), 1, num_microbatches=2), gpt2().double()
+        whole = batch("causal", 4)
+        mine, expected = (lbfgs(each.parameters(), line_search_fn="strong_wolfe") for each in (model, plain))
+
+        def closure() -> torch.Tensor:
+            mine.zero_grad()
+            run_step(model, whole)
+            return torch.tensor(model.pipeline.last_step.global_loss, dtype=torch.float64)
+
+        def plain_closure() -> torch.Tensor:
+            expected.zero_grad()
+            loss = plain(**whole).loss
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            assert float(mine.step(closure)) == pytest.approx(float(expected.step(plain_closure)), rel=1e-12)  # type: ignore[arg-type]
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 def step_over_ranks() -> None:
     model = parallelize(gpt2(), 2)
     run_step(model, batch("causal", 4))

@@ -154,6 +154,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
         penstock.save_checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
         penstock.save_checkpoint(tmp_path, model=model, keep_last=0)
+    for wrong in (1.5, "2", True):
+        with pytest.raises(TypeError, match="keep_last must be an integer, got"):
+            penstock.save_checkpoint(tmp_path, model=model, keep_last=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step must be a whole number of steps done, got -1"):
         penstock.save_checkpoint(tmp_path, model=model, step=-1)
     assert not os.listdir(tmp_path)
@@ -291,6 +294,34 @@ def test_what_was_just_saved_is_kept_also_if_there_are_later_steps(tmp_path: Pat
     kept = [150, 100][:keep_last]
     assert path.endswith("step-00000150")
     assert [found.step for found in find_checkpoints(tmp_path)] == [300, 200, *kept]
+
+
+def test_a_folder_that_is_itself_a_checkpoint_may_hold_a_run(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    parallelize(model, 1).save_parallelized(tmp_path)
+    for number in (7, 8, 9):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number, keep_last=2)
+    assert [found.step for found in find_checkpoints(tmp_path)] == [9, 8, None]
+    assert [each["step"] for each in inspect_folder(tmp_path)] == [9, 8, None]
+    for which in ("latest", 8):
+        found = penstock.load_checkpoint(tmp_path, which, model=model, optimizer=optimizer)
+        assert found.step == (9 if which == "latest" else 8)
+    assert penstock.load_checkpoint(tmp_path / "step-00000008", 8, model=model).step == 8
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 9"):
+        penstock.load_checkpoint(tmp_path / "step-00000008", 9, model=model)
+    merge_checkpoint(tmp_path, tmp_path / "whole")  # the weights of the folder itself
+    assert_holds(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole"), model)
+
+
+def test_an_optimizer_whose_present_state_could_not_be_saved_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1)
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.state[first]["when"] = object()
+    with pytest.raises(CheckpointError, match="cannot save state 'when' of"):
+        penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=2)
+    assert penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer).damaged == {}
+    assert "when" not in optimizer.state[first]
 
 
 def test_an_asynchronous_save_removes_older_ones_of_its_own_folder(

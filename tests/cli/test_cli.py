@@ -457,9 +457,15 @@ def test_fit_gives_a_verdict_a_table_and_a_configuration(tmp_path: Path) -> None
     assert shorter[0] == verdict and sum(" yes " in line for line in shorter) == 7  # the best of each way
     assert run(*arguments, "--memory", "1KB").output.startswith("It does not fit in any of these ways. Nearest is nf4")
     assert "The fullest device, in kB." in " ".join(result.output.split()) and "bf16" in result.output
-    # A T4 does not compute in bfloat16.
-    older = run("fit", "tests.cli.test_cli:small_gpt2", "--length", 16, "--lora-rank", 4, "--devices", "t4:2").output
-    assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
+    # These do not compute in bfloat16.
+    for name in ("t4", "v100-32gb"):
+        older = run(*arguments[:-2], "--devices", f"{name}:2").output
+        assert "LoRA 4" in older and "bf16" not in older and "torch.bfloat16" not in older
+        assert f"no bfloat16 on {name}" in " ".join(older.split())
+    other = run(*arguments[:-2], "--devices", "2080ti:2", "--memory", "1GB").output
+    assert "bfloat16 taken for granted on 2080ti" in " ".join(other.split())
+    pairs = run("fit", "tests.checking.test_check:Two", "--inputs", "tests.cli.test_cli:small_gpt2", "--dpo")
+    assert pairs.exit_code == 1 and "--dpo is of pairs of sequences: give their --length" in pairs.stderr
 
 
 @pytest.mark.slow

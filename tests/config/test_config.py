@@ -96,6 +96,12 @@ def test_a_disabled_section_needs_no_size() -> None:
     assert not Configuration.from_any({"model_parallelism": {"enable": False}}).enable
 
 
+def test_lists_and_tuples_say_the_same() -> None:
+    rows, other = section(schedule=["0F0,0B0"]), section(schedule=("0F0,0B0",))
+    assert Configuration.from_any(rows) == Configuration.from_any(other)
+    assert Configuration.from_any(section(split_points=["a"])) == Configuration.from_any(section(split_points=("a",)))
+
+
 def test_integers_of_numpy_are_integers() -> None:
     configuration = Configuration.from_any(section(num_microbatches=numpy.int64(8)))
     assert json.loads(json.dumps(dataclasses.asdict(configuration)))["num_microbatches"] == 8

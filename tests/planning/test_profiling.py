@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from penstock.modeling.graph.units import list_units
+from penstock.modeling.instrumentation import record_of
 from penstock.planning.profiling import profile_model
 from tests.support.families import FAMILIES
 from tests.support.pool import Pool
@@ -92,3 +93,18 @@ def test_links_are_measured_alike_on_all_ranks(pool: Pool) -> None:
     (inside, between), *others = pool.run(3, links)
     assert between is None and all(other == (inside, between) for other in others)
     assert inside is not None and 0 <= inside.latency < 0.1 and 1e6 < inside.bandwidth < 1e12
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+
+    def forward(self, t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * t
+
+
+def test_an_example_input_without_dimensions_is_followed() -> None:
+    model = Scaled()
+    record_of(model).example_inputs = {"t": torch.tensor(0.5), "x": torch.randn(4, 8)}
+    assert len(profile_model(model, 4).units) == 3

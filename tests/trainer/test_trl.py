@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from penstock.data.packed import cut_packed, is_packed
+from penstock.runtime.options import EngineOptions
+from penstock.trainer.trainer_adapter import TrainerAdapter
 from penstock.trainer.trl.sft import following_labels, token_sums
 from tests.support.families import FAMILIES, batch
 from tests.support.pool import Pool
@@ -102,6 +105,24 @@ def test_a_packed_row_is_cut_between_its_sequences() -> None:
             assert piece["max_length_q"] == 5
     sizes = [piece["input_ids"].shape[1] for piece in cut_packed(row, 2).microbatches]
     assert sizes == [8, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [({}, 8), ({"num_microbatches": 2}, 2), ({"microbatch_size": 1}, 6), ({"microbatch_size": 4}, 2)],
+)
+def test_a_packed_row_has_as_many_microbatches_as_its_samples_would(options: dict[str, int], pieces: int) -> None:
+    """Six samples of a batch were packed into one row; two ranks have eight microbatches by default."""
+    place = SimpleNamespace(pipeline=SimpleNamespace(num_ranks=2), replica=0)
+    engine = SimpleNamespace(options=EngineOptions(**options), context=place)
+    trainer: Any = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), model_accepts_loss_kwargs=False, pipelines=SimpleNamespace(engine=engine),
+        args=SimpleNamespace(per_device_train_batch_size=6),
+    )  # fmt: skip
+    positions = torch.arange(2).repeat(12)[None]
+    row = {"input_ids": positions, "labels": positions, "position_ids": positions}
+    cut = TrainerAdapter(trainer, Trainer).step_inputs(row, None)
+    assert [len(cut[name]) for name in row] == [pieces] * 3
 
 
 def fused() -> list[str]:

@@ -54,7 +54,7 @@ _STEP = re.compile(r"step-(\d{8,15})", re.ASCII)
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint. `step`: as its folder's name says; None for a folder that is no step of another."""
+    """A checkpoint. `step`: as its folder's name says; None if that names none."""
 
     path: str
     step: int | None
@@ -83,20 +83,26 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
-    """The checkpoints in a folder, whole or not, the newest first; the folder itself if it is one. Raises
-    CheckpointError."""
+    """The checkpoints in a folder, whole or not: those of steps, the newest first, then the folder itself if it is one.
+    Raises CheckpointError."""
     folder = os.path.abspath(folder)
-    if (itself := FoundCheckpoint(folder, None)).has_table:
-        return [itself]
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
     try:
         names = os.listdir(folder)
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {folder}: {describe(error)}") from None
-    steps = {int(match[1]): name for name in names if (match := _STEP.fullmatch(name))}
+    steps = {step: name for name in names if (step := _step_of(name)) is not None}
     every = [FoundCheckpoint(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
-    return [each for each in every if is_directory(each.path) and not _was_removed(each.path)]
+    found = [each for each in every if is_directory(each.path) and not _was_removed(each.path)]
+    itself = FoundCheckpoint(folder, _step_of(os.path.basename(folder)))
+    return [*found, itself] if itself.has_table else found
+
+
+def _step_of(name: str) -> int | None:
+    """The step that a folder of this name is of."""
+    found = _STEP.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def _was_removed(path: str) -> bool:
@@ -120,11 +126,12 @@ def remove_older(folder: str | os.PathLike[str], keep_last: int, step: int) -> N
     own names are removed, and its folder if nothing else is in it."""
     with contextlib.suppress(CheckpointError, OSError):
         left, older = keep_last, list[str]()
-        checkpoints = [found for found in find_checkpoints(folder) if found.step is None or found.step <= step]
+        every = [found for found in find_checkpoints(folder) if found.path != os.path.abspath(folder)]
+        checkpoints = [found for found in every if found.step is not None and found.step <= step]
         for checkpoint in checkpoints if len(checkpoints) > keep_last else ():
             if left == 0:
                 older.append(checkpoint.path)
-            elif checkpoint.step is not None and checkpoint.fault is None:
+            elif checkpoint.fault is None:
                 left -= 1
         if older:  # the newer ones' folders are on disk first, should the machine lose power
             flush_file(os.fspath(folder))
@@ -152,8 +159,8 @@ def remove_checkpoint(path: str) -> None:
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str:
     """The folder itself if it is a checkpoint, else its newest whole one. Raises CheckpointError if there is none."""
-    reasons = ""
-    for checkpoint in find_checkpoints(folder):
+    reasons, found = "", find_checkpoints(folder)
+    for checkpoint in [each for each in found if each.path == os.path.abspath(folder)] or found:
         if (fault := checkpoint.fault) is None:
             return checkpoint.path
         reasons += f"; {checkpoint.path}: {fault}"

@@ -76,36 +76,41 @@ def parameters_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, torc
 
 
 def collect_optimizer(model: nn.Module, optimizer: Optimizer) -> OptimizerState:
-    """Read an optimizer's state. Parameters of other stages, emptied when the model was split, have none here. Raises
-    CheckpointError for a parameter that is not the model's, or a state that cannot be saved."""
-    names = logical_names(model)
-    state = OptimizerState()
+    """Read an optimizer's state. Raises CheckpointError for a state that cannot be saved, and as `names_in_groups`."""
+    state = OptimizerState(members=names_in_groups(model, optimizer))
     for group in optimizer.param_groups:
         state.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
-        state.members.append([])
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                if parameter.numel() and parameter is not known_of(model).stand_in:
-                    shape = list(parameter.shape)
-                    raise CheckpointMismatch(
-                        f"the optimizer has a parameter of shape {shape} that is not the model's"
-                        ": make the optimizer of model.parameters() alone"
-                    )
-                continue
-            state.members[-1].append(name)
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    state.tensors[f"{name}{SEPARATOR}{key}"] = value
-                elif value is None or isinstance(value, (bool, int, float, str)):
-                    state.values.setdefault(name, {})[key] = value
-                else:
-                    kind = type(value).__name__
-                    raise CheckpointError(
-                        f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number"
-                        ". Take an optimizer whose state is of these"
-                    )
+    for name, parameter in parameters_by_name(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                state.tensors[f"{name}{SEPARATOR}{key}"] = value
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                state.values.setdefault(name, {})[key] = value
+            else:
+                kind = type(value).__name__
+                raise CheckpointError(
+                    f"cannot save state {key!r} of {name}: it is a {kind}, no tensor or number"
+                    ". Take an optimizer whose state is of these"
+                )
     return state
+
+
+def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The logical names of the parameters in each of an optimizer's groups that this rank holds; those of other stages
+    were emptied when the model was split. Raises CheckpointMismatch for a parameter that is not the model's."""
+    names, stand_in = logical_names(model), known_of(model).stand_in
+    members: list[list[str]] = []
+    for group in optimizer.param_groups:
+        members.append([])
+        for parameter in group["params"]:
+            if (name := names.get(id(parameter))) is not None:
+                members[-1].append(name)
+            elif parameter.numel() and parameter is not stand_in:
+                raise CheckpointMismatch(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's"
+                    ": make the optimizer of model.parameters() alone"
+                )
+    return members
 
 
 def described_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from penstock.arguments import check_count
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import (
@@ -107,8 +108,8 @@ def save_checkpoint(
             Or `extra` or an object's state has something that is no plain data.
         PipelineFailure: a rank was lost.
     """
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, got {keep_last}")
+    if keep_last is not None:
+        check_count("keep_last", keep_last)
     folder = os.path.abspath(folder)  # of now: an asynchronous save ends later
     model = base_of(model)
     run = Participants(model)

@@ -28,6 +28,7 @@ from penstock.checkpoint.manifest import SEPARATOR, TRAINING, Manifest, whole_ma
 from penstock.checkpoint.optimizer_state import (
     OptimizerState,
     collect_optimizer,
+    names_in_groups,
     parameters_by_name,
     reshardings_of,
     restore_optimizer,
@@ -214,8 +215,7 @@ class _Loading:
         saved_shapes = {key: location.info.shape for key, location in reader.locations.items()}
         self._tensors = reshardings_of(model, optimizer, manifest, saved_shapes)
         reader.verify(self._tensors)
-        members = collect_optimizer(model, optimizer).members  # which refuses parameters that are not the model's
-        return replica, [name for group in members for name in group]
+        return replica, [name for group in names_in_groups(model, optimizer) for name in group]
 
     def apply(self, replicas: Sequence[int], held: Sequence[Sequence[str]]) -> None:
         """Give everything its saved state. `replicas`, `held`: what `check` has returned on each rank."""

@@ -368,6 +368,8 @@ def fit(
         from penstock.planning.qlora import names_to_adapt
         from penstock.planning.report import draw_memory, fit_text
 
+        if dpo and inputs:
+            raise ValueError("--dpo is of pairs of sequences: give their --length in place of --inputs")
         classes = parse_devices(devices, memory, speed)
         cluster = Cluster(classes, inside=USUAL_INSIDE)
         fastest = _fastest([kind.name for kind in classes])
@@ -379,6 +381,8 @@ def fit(
         about = f"{sizes}, {sum(each.numel() for each in subject.parameters()):,} parameters, estimated for {on}"
         without = sorted(kind.name for kind in classes if not kind.has_bfloat16)
         about += f"; no bfloat16 on {' and '.join(without)}" * bool(without)
+        unknown = sorted(kind.name for kind in classes if operations_of(kind.name) is None and not devices.isdigit())
+        about += f"; bfloat16 taken for granted on {' and '.join(unknown)}" * bool(unknown and not without)
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         about += "; DPO's pairs and reference" * dpo
         linear = names_to_adapt(subject) if any(map(stacks_of, subject.modules())) else None

@@ -89,6 +89,7 @@ class Configuration:
         for key in _ALLOWED:
             check_value(key, getattr(self, key), f"{SECTION}.")
             object.__setattr__(self, key, _plain(getattr(self, key)))
+        object.__setattr__(self, "schedule", _plain(self.schedule))
         known = (*schedule_names(), AUTO)
         if not _is_own_schedule(self.schedule) and self.schedule not in known:
             names = ", ".join(f'"{name}"' for name in known)
@@ -153,7 +154,8 @@ class Configuration:
                 return cls._from_mapping(_read_json(path), keys)
             except ConfigurationError as error:
                 raise ConfigurationError(f"{path}: {error}") from error.__cause__
-        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
+        instead = ": give one, or keys such as pipeline_parallel_size=2" * (config is None)
+        raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}{instead}")
 
     @classmethod
     def _from_mapping(cls, config: Mapping[str, Any], keys: Mapping[str, Any]) -> Configuration:

@@ -45,6 +45,8 @@ WAITING = 10.0
 # How long the members of a run that may be over are looked at: it is over if all stand still for half of that.
 DEAD = 3.0
 _imported = time.time()
+# By these a process knows the others that one launcher has started on this machine.
+LAUNCHER = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 # So many changes in a row in which nobody was lost and nobody joined, without an update in between, are no accident.
 MOST_WITHOUT_PROGRESS = 3
 
@@ -237,15 +239,21 @@ def _come(settings: Elastic, tensor_parallel_size: int, facts: str) -> Membershi
     # A run that is over leaves its keys behind; the next one of that name goes by another number.
     while _is_over(meeting := store.within(str(number))):
         number += 1
-    local = os.environ.get("LOCAL_RANK")
-    if tensor_parallel_size > 1 and not local:
+    return Membership(meeting, settings.hang_timeout, *tensor_group(tensor_parallel_size), facts)
+
+
+def tensor_group(size: int) -> tuple[str, int]:
+    """A name that the processes share which have the shards of one stage's layers, and the shard of this one. Raises
+    ValueError if that cannot be told."""
+    if size == 1:
+        return f"{socket.gethostname()} {os.getpid()}", 0
+    if not (local := os.environ.get("LOCAL_RANK")):
         raise ValueError(
             "with tensor parallelism a launcher must set LOCAL_RANK, as the ranks of a stage are on one node"
         )
-    node = os.environ.get("TORCHELASTIC_RUN_ID") or str(os.getpid())
-    index, shard = divmod(int(local or 0), tensor_parallel_size)
-    group = f"{socket.gethostname()} {node} {index}" if local else f"{socket.gethostname()} {os.getpid()}"
-    return Membership(meeting, settings.hang_timeout, group, shard, facts)
+    index, shard = divmod(int(local), size)
+    launcher = " ".join(os.environ.get(name, "") for name in LAUNCHER)
+    return f"{socket.gethostname()} {launcher} {index}", shard
 
 
 def _is_over(meeting: Meeting) -> bool:

@@ -26,7 +26,9 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "l4": (121e12, 24e9),
     "a10": (125e12, 24e9),
     "v100": (125e12, 16e9),
+    "v100-32gb": (125e12, 32e9),
     "v100-pcie": (112e12, 16e9),
+    "v100-pcie-32gb": (112e12, 32e9),
     "t4": (65e12, 16e9),
     # GeForce, with sums in 32 bits: cores x boost clock x 4, as in the white papers of GA102, AD102 and GB202.
     "5090": (210e12, 32e9),
@@ -58,7 +60,7 @@ KNOWN_DEVICES: dict[str, tuple[float, float]] = {
     "3060": (25e12, 12e9),
     "3050": (18e12, 8e9),
 }
-_WITHOUT_BFLOAT16 = ("v100", "v100-pcie", "t4")
+_WITHOUT_BFLOAT16 = ("v100", "v100-32gb", "v100-pcie", "v100-pcie-32gb", "t4")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class DeviceClass:
 
     @property
     def has_bfloat16(self) -> bool:
+        """Whether it computes in bfloat16; taken for granted of a device that is not known."""
         return _plain(self.name) not in map(_plain, _WITHOUT_BFLOAT16)
 
     def __post_init__(self) -> None:

@@ -147,7 +147,7 @@ def follow(model: nn.Module, batch: int, length: int) -> FollowedForward:
     """Follow a forward on the first guess of inputs that can be traced; those with so many samples are tried first."""
     guesses = sorted(
         dummy_inputs(model, batch, length),
-        key=lambda guess: not any(isinstance(x, torch.Tensor) and len(x) == batch for x in guess.values()),
+        key=lambda guess: not any(isinstance(x, torch.Tensor) and x.shape[:1] == (batch,) for x in guess.values()),
     )
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     dtype = dtype_of(model)

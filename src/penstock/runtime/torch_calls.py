@@ -192,6 +192,8 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     if not engines:
         return
     depends_on = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
+    if depends_on is Dependence.PARAMETERS and all(engine.layout.world_size == 1 for engine in engines):
+        return
     if depends_on is Dependence.RANKS:
         raise NotImplementedError(
             f"{kind} divides its state among all ranks, or exchanges something else between them, as if they were "
@@ -200,7 +202,7 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
         )
     instead, ids = "", set(map(id, parameters))
     if depends_on is Dependence.PARAMETERS:
-        how = "lets updates depend on other parameters, or runs the model, but each rank has those of its stages only"
+        how = "lets updates depend on other parameters, or runs the model, but each rank has but its stages and samples"
         instead = " (clip gradients before step(), or in it also if there are none, if it does that)"
     elif depends_on is Dependence.MATRIX and any(
         weight.sliced and id(weight.parameter) in ids for engine in engines for weight in engine.held

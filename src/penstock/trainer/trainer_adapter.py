@@ -6,6 +6,7 @@ in `penstock.trainer.trl`, chosen by `choose_adapter`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
@@ -168,6 +169,8 @@ class TrainerAdapter:
             return inputs
         inputs, engine = self._without_lengths(inputs), self.engine
         wanted = engine.options.num_microbatches or DEFAULT_MICROBATCHES_PER_RANK * engine.context.pipeline.num_ranks
+        if engine.options.microbatch_size is not None:  # of the samples that were packed into one row
+            wanted = math.ceil(self.trainer.args.per_device_train_batch_size / engine.options.microbatch_size)
         pieces = cut_packed(inputs, wanted, first_microbatch=engine.context.replica * wanted)
         return {**inputs, **pieces}
 

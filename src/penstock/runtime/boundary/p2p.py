@@ -317,4 +317,4 @@ def header_buffer(num_tensors: int) -> torch.Tensor:
 
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, which is contiguous, or a view of its memory as bytes, which every backend carries."""
-    return tensor if tensor.dtype in CARRIED else tensor.reshape(-1).view(torch.uint8)
+    return tensor if tensor.dtype in CARRIED else tensor.resolve_conj().reshape(-1).view(torch.uint8)
