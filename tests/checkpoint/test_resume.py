@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
 
 import penstock
 from penstock import Booster
+from penstock.checkpoint.contents import merge_checkpoint
 from tests.support.families import FAMILIES
 from tests.support.hetero import make_plugin, num_ranks, pad, samples
 from tests.support.pool import Pool
@@ -267,3 +271,41 @@ def assert_random_numbers_go_on(again: list[list[Seen]], before: list[list[Seen]
         else:
             drawn = [set(itertools.chain(*other[0].numbers)) for other in again if other is not pipeline]
             assert not set(itertools.chain(*pipeline[0].numbers)) & set().union(*drawn)
+
+
+def train_module(folder: str, num_stages: int, resume: bool) -> list[float]:
+    """Steps 1 to 4 of a module of none of the libraries, or 3 and 4 of a run that goes on."""
+    torch.manual_seed(int(resume))
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+    module = nn.Sequential(*layers).double()
+    options = {"pipeline_parallel_size": num_stages, "num_microbatches": 2}
+    generator = torch.Generator().manual_seed(9)
+    given, target = torch.randn(2, 8, 8, dtype=torch.float64, generator=generator)
+    model = penstock.initialize(
+        module, options, criterion=lambda output, batch: nn.functional.mse_loss(output, batch["target"]),
+        example_inputs={"input": given},
+    )  # fmt: skip
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.1), []
+    manager = penstock.CheckpointManager(folder, model=model, optimizer=optimizer, every=2)
+    for step in range(manager.resume() + 1, 5):
+        optimizer.zero_grad()
+        for output in model(input=given, target=target):
+            output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.save(step)
+        losses.append(model.pipeline.last_step.global_loss)
+    return losses
+
+
+def test_a_run_of_ones_own_module_goes_on_and_is_merged(pool: Pool, tmp_path: Path) -> None:
+    whole = pool.run(2, train_module, str(tmp_path / "run"), 2, False)[0]
+    for name in ("two", "one"):
+        shutil.copytree(tmp_path / "run/step-00000002", tmp_path / name / "step-00000002")
+    assert pool.run(2, train_module, str(tmp_path / "two"), 2, True)[0] == whole[2:]
+    assert pool.run(1, train_module, str(tmp_path / "one"), 1, True)[0] == pytest.approx(whole[2:], rel=1e-12)
+    merge_checkpoint(tmp_path / "one", tmp_path / "merged")
+    merge_checkpoint(tmp_path / "run", tmp_path / "expected")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
+    assert found.keys() == expected.keys() and len(found) == 8
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-12) for name in found)

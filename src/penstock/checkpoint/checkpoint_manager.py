@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from penstock.arguments import check_count
 from penstock.checkpoint.contents import find_checkpoints
@@ -60,14 +60,14 @@ class CheckpointManager:
 
     Raises:
         ValueError: `every` or `keep_last` is below 1, or `on_signal` is not possible here.
-        TypeError: one of them is no integer, or `model` is none of transformers or diffusers.
+        TypeError: one of them is no integer, or `model` is no torch module.
     """
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         *,
-        model: PreTrainedModel,
+        model: nn.Module,
         optimizer: Any = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,

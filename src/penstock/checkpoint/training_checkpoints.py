@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 
 from penstock.arguments import check_count
 from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
@@ -37,7 +37,7 @@ from penstock.checkpoint.training_state import (
 )
 from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch
 from penstock.modeling.instrumentation import record_of
-from penstock.modeling.libraries import base_of, of_diffusers
+from penstock.modeling.libraries import base_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.reforming import engine_of
@@ -68,7 +68,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: PathLike,
     *,
-    model: PreTrainedModel,
+    model: nn.Module,
     optimizer: Any = None,
     lr_scheduler: Any = None,
     dataloader: Any = None,
@@ -168,7 +168,7 @@ def load_checkpoint(
     folder: PathLike,
     which: str | int = LATEST,
     *,
-    model: PreTrainedModel,
+    model: nn.Module,
     optimizer: Any = None,
     lr_scheduler: Any = None,
     dataloader: Any = None,
@@ -202,7 +202,7 @@ def load_checkpoint(
 
 
 def load_if_any(
-    folder: PathLike, model: PreTrainedModel, which: str | int = LATEST, optimizer: Any = None, **objects: Any
+    folder: PathLike, model: nn.Module, which: str | int = LATEST, optimizer: Any = None, **objects: Any
 ) -> Checkpoint | None:
     """As `load_checkpoint`; None if there is nothing that it would try to load, as the first rank sees it. Checkpoints
     whose save did not finish do not count."""
@@ -238,7 +238,7 @@ def _load_repeatedly(recovery: Recovery, load: Callable[[], Checkpoint | None]) 
     return found
 
 
-def finish_saving(model: PreTrainedModel) -> None:
+def finish_saving(model: nn.Module) -> None:
     """Wait for what `save_checkpoint(..., asynchronous=True)` writes of `model`. Every rank calls it.
 
     Raises:
@@ -256,7 +256,7 @@ def finish_saving(model: PreTrainedModel) -> None:
 def _load_newest(
     folder: str,
     which: str | int,
-    model: PreTrainedModel,
+    model: nn.Module,
     state: TrainingState,
     run: Participants,
     world: CheckpointRanks,
@@ -303,8 +303,8 @@ class Participants:
     """The ranks that save or load a model's run: those of its pipelines, or a single process."""
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, PreTrainedModel) and not of_diffusers(type(model)):
-            raise TypeError(f"model must be one of transformers or of diffusers, got {type(model).__name__}")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch module, got {type(model).__name__}")
         self.engine = engine_of(model)
         if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -374,7 +374,7 @@ class Participants:
             self.engine.board.resume["checkpoint"] = f"penstock.load_checkpoint({os.fspath(folder)!r}, ...)"
 
 
-def _saver_of(model: PreTrainedModel) -> Saver:
+def _saver_of(model: nn.Module) -> Saver:
     record = record_of(model)
     saver: Saver = record.saver or Saver()
     record.saver = saver
