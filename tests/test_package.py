@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,6 +154,13 @@ def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
             seen.add(module)
             todo += graph[module]
     return seen
+
+
+def test_the_first_line_of_each_file_says_what_it_is_for() -> None:
+    """docs/architecture.md promises it."""
+    first = {path: path.read_text().partition("\n")[0] for path in PACKAGE.rglob("*.py")}
+    cut = [path for path, line in first.items() if not re.fullmatch(r'""".+\.(""")?', line)]
+    assert cut == []
 
 
 def test_no_two_classes_share_a_name() -> None:

@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import GPT2Config, LlamaConfig
 
 import penstock
-from penstock.cli.plans import _recipes
+from penstock.cli.plans import recipes_of
 from penstock.modeling.instrumentation import record_of
 from penstock.planning import fit
 from penstock.planning.cluster import Cluster, DeviceClass
@@ -93,7 +93,7 @@ def predicted(name: str) -> list[tuple[Way, Any]]:
     if name == "flux":
         record_of(subject).example_inputs = _batch(name, BATCH, torch.float32)
     found = []
-    for recipe, chunk, profile in fit.profiles_of(subject, _recipes(RANK), BATCH, LENGTH, 1e12):
+    for recipe, chunk, profile in fit.profiles_of(subject, recipes_of(RANK), BATCH, LENGTH, 1e12):
         for checkpointing in (False, True):
             cluster = Cluster((DeviceClass("cpu", 2),))
             job = Job(profile, cluster, MICROBATCHES * (2 if recipe.sharded else 1), checkpointing=checkpointing)

@@ -543,14 +543,14 @@ def test_where_to_change_what_names_files_that_have_these_names() -> None:
     assert len(items) > 500
     wrong = []
     for item in items:
-        first, *spans = re.findall(r"`([^`]+)`", item)
-        assert item.startswith(f"`{first}`"), item
-        there = next((path for top in ("src/penstock", ".") if (path := ROOT / top / first).exists()), None)
-        assert there is not None, item
-        source = there.read_text() if there.is_file() else "".join(file.read_text() for file in there.rglob("*.py"))
-        names = [span for span in spans if not (ROOT / span).exists() and not span.startswith("make ")]
+        spans = re.findall(r"`([^`]+)`", item)
+        there = {span: path for span in spans for top in (".", "src/penstock") if (path := ROOT / top / span).exists()}
+        assert item.startswith(f"`{spans[0]}`") and spans[0] in there, item
+        files = [file for path in there.values() for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        source = "".join(file.read_text() for file in files)
+        names = [span for span in spans if span not in there and not span.startswith("make ")]
         words = {word for name in names for word in re.findall(r"[A-Za-z_]\w*", name)}
-        wrong += [(first, word) for word in words if not re.search(rf"\b{word}\b", source)]
+        wrong += [(item, word) for word in words if not re.search(rf"\b{word}\b", source)]
     assert wrong == []
 
 

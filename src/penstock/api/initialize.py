@@ -38,7 +38,8 @@ from penstock.runtime.engine import DEFAULT_MICROBATCHES_PER_RANK
 from penstock.runtime.failures.board import FailureBoard
 from penstock.runtime.formation import kinds_of_inputs, new_job
 from penstock.runtime.options import EngineOptions
-from penstock.schedule.registry import AUTO, DEFERRING, PLAIN, ZERO_BUBBLE_V, build, resolve_auto
+from penstock.schedule.registry import AUTO, DEFERRING, PLAIN, ZERO_BUBBLE_V, resolve_auto
+from penstock.schedule.registry import build as build_schedule
 from penstock.schedule.text import own_or_named, summary_of, written_schedule
 from penstock.sharded_optimizer.updates import owner_choice_for
 from penstock.simulation.simulate import predicted_steps
@@ -153,7 +154,7 @@ def _plan(model: nn.Module, configuration: Configuration, units_and_costs: Units
         configuration = replace(configuration, schedule=ZERO_BUBBLE_V)
     if configuration.stages is not None:
         bare = bare_modules(model, units)
-        chosen = [[name for name in stage if name not in bare] for stage in configuration.stages]
+        chosen = [[unit for unit in stage if unit not in bare] for stage in configuration.stages]
         configuration = replace(configuration, stages=chosen)
     stages, stage_to_rank, num_pipelines = plan_stages(configuration, units, costs)
     size = configuration.tensor_parallel_size
@@ -185,14 +186,7 @@ def _plan(model: nn.Module, configuration: Configuration, units_and_costs: Units
         patience=configuration.patience,
         owner_choice=owner_choice_for(int(configuration.sharded_optimizer)),
     )
-    usual = _usual_number(configuration)
-    in_words = f"{number or usual} microbatches in a batch" + f" of {usual} samples or more" * (number is None)
-    in_use = str(configuration.schedule) if written is None else written.name
-    if configuration.microbatch_size is not None:
-        in_words = f"microbatches of {configuration.microbatch_size}"
-    elif asked == AUTO and in_use != PLAIN:
-        share = _predicted(in_use, configuration, costs) / _predicted(PLAIN, configuration, costs)
-        in_use += f" (predicted {share:.2f} of {PLAIN}'s time)"
+    in_use, in_words = _announced(configuration, asked, number, costs)
     return LayoutPlan(
         layout,
         own_or_named(configuration.schedule, layout.pipelines[0].num_ranks),
@@ -203,9 +197,25 @@ def _plan(model: nn.Module, configuration: Configuration, units_and_costs: Units
     )
 
 
+def _announced(
+    configuration: Configuration, asked: str | Sequence[str], number: int | None, costs: Sequence[float]
+) -> tuple[str, str]:
+    """What rank 0 prints of the schedule in use, where `asked` was for it, and of the microbatches."""
+    written = written_schedule(configuration.schedule)
+    in_use = str(configuration.schedule) if written is None else written.name
+    if configuration.microbatch_size is not None:
+        return in_use, f"microbatches of {configuration.microbatch_size}"
+    if asked == AUTO and in_use != PLAIN:
+        share = _predicted(in_use, configuration, costs) / _predicted(PLAIN, configuration, costs)
+        in_use += f" (predicted {share:.2f} of {PLAIN}'s time)"
+    usual = _usual_number(configuration)
+    in_words = f"{number or usual} microbatches in a batch" + f" of {usual} samples or more" * (number is None)
+    return in_use, in_words
+
+
 def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
     """Whether two stages on each rank are chosen (ZB-V for ZB-H1) where a user leaves the schedule and the stages open:
-    it holds as much, and is predicted to be 1 % faster. Not with tensor parallelism, nor where replicas add up
+    it holds as much, and is predicted to be at least 1 % faster. Not with tensor parallelism, nor where replicas add up
     gradients, which they do at the end of a step then, nor with so few microbatches that messages, of which it has
     twice as many, might decide."""
     num_ranks = configuration.pipeline_parallel_size
@@ -219,7 +229,7 @@ def _pays_in_a_v(configuration: Configuration, costs: Sequence[float]) -> bool:
 def _predicted(name: str, configuration: Configuration, costs: Sequence[float]) -> float:
     """The time of a step, in the unit of the costs; see `predicted_steps`."""
     num_ranks = int(configuration.pipeline_parallel_size)
-    stage_to_rank = build(name, num_ranks, 1).stage_to_rank
+    stage_to_rank = build_schedule(name, num_ranks, 1).stage_to_rank
     busy = [0.0] * num_ranks
     stages = split_into(costs, partition(costs, [1.0] * len(stage_to_rank)).sizes)
     for rank, stage in zip(stage_to_rank, stages, strict=True):

@@ -1,5 +1,6 @@
-"""Parallel checkpoints without their run: which of them a folder has, one for each step; what is in them, whether they
-are whole; removing older ones; and one ordinary folder made of one.
+"""Which parallel checkpoints a folder has, and what is in them, without their run.
+
+Whether they are whole, removing older ones, and one ordinary folder made of one stand here, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a save consists of: files, each of tensors from the ranks that hold them, written by one rank; and what
-`save_pretrained`'s arguments mean for it.
+"""What a save consists of: files, each of tensors from the ranks that hold them, written by one rank.
+
+`SaveOptions` says what `save_pretrained`'s arguments mean for it.
 
 A `SaveFormat` says what this rank holds, which files there will be, and how one of them is written.
 `save.Save` does the rest in the same way for all kinds. What a method of the model's own class writes does not go
@@ -73,7 +74,7 @@ class SavingReport:
 def writers_of(reports: Sequence[SavingReport]) -> list[int]:
     """The ranks that write, in order of pipeline rank, then of tensor-parallel rank; so the first is the leader. Last
     come those of other pipelines."""
-    writers = [rank for rank, report in enumerate(reports) if report.place.is_writer or report.candidates]
+    writers = [rank for rank, report in enumerate(reports) if report.place.in_first_pipeline or report.candidates]
     order = attrgetter("number", "tensor_parallel_rank")
     return sorted(writers, key=lambda rank: order(reports[rank].place))
 
@@ -135,7 +136,7 @@ class SaveFormat:
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         """Look at what this rank holds. A subclass may let the leader write small files to `folder`."""
-        if place.is_writer:
+        if place.in_first_pipeline:
             self.given = held_state(self.model, self.options.state_dict)
         return SavingReport(place, holdings=describe_holdings(self.model, self.given))
 

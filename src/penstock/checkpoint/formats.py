@@ -1,6 +1,7 @@
-"""The formats of saves, as plans of files: ordinary folders, as transformers and PEFT write them, whose files are
-assembled from the ranks of a pipeline; and parallel checkpoints, of files that each rank writes and their table of
-contents.
+"""The formats of saves, as plans of files.
+
+Ordinary folders, as transformers and PEFT write them, have files that are assembled from the ranks of a pipeline.
+Parallel checkpoints have files that each rank writes, and their table of contents.
 
 Plans of ordinary folders are made from names, shapes and dtypes, by every rank for itself and alike; those of adapters
 from what the leader has seen PEFT ask for.
@@ -80,7 +81,7 @@ class ModelFormat(SaveFormat):
 
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         quantizer = getattr(self.model, "hf_quantizer", None)
-        if quantizer is not None and place.is_writer and self.options.state_dict is None:
+        if quantizer is not None and place.in_first_pipeline and self.options.state_dict is None:
             state, self.metadata = quantizer.get_state_dict_and_metadata(self.model)
             self.options = replace(self.options, state_dict=state)
         if place.is_leader:
@@ -300,15 +301,17 @@ class ParallelFormat(SaveFormat):
     def report(self, place: SavingRank, folder: str) -> SavingReport:
         self._place, holdings = place, dict[str, HeldTensor]()
         if self.training_state is not None:
-            self._random, self._optimizer = collect_training_state(self.model, self.training_state, place.is_writer)
+            self._random, self._optimizer = collect_training_state(
+                self.model, self.training_state, place.in_first_pipeline
+            )
             self._parts[TRAINING] = self._optimizer.tensors
             holdings[_RANDOM] = HeldTensor(tuple(self._random.shape), "uint8")
-        if self.with_model and place.is_writer:
+        if self.with_model and place.in_first_pipeline:
             self._parts[MODEL] = of_run(self.model, held_state(self.model, self.options.state_dict))
             if place.is_leader:
                 self._refuse_to_hide(os.path.dirname(folder))
                 self.sides = write_side_files(self.model, folder)
-        once = self.once or not place.is_writer
+        once = self.once or not place.in_first_pipeline
         candidates = [name for part in self._parts.values() for name in part] if once else []
         members, values = self._optimizer.members, self._optimizer.values
         settings = described_groups(self._optimizer.groups)

@@ -1,5 +1,7 @@
-"""Loading weights into a model that is split already: from a parallel checkpoint of any layout; from an ordinary one,
-which transformers reads once what it would open is checked; and from the folders of adapters.
+"""Loading weights into a model that is split already.
+
+From a parallel checkpoint of any layout; from an ordinary one, which transformers reads once what it would open is
+checked; and from the folders of adapters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The files of a checkpoint: their names, and the table of contents of a parallel one, which says which file holds
-which tensor, and how each must look. It names the staging folder, too: a reader takes a file from there while it is
-there (see `staging`). No file under another name is ever removed from a checkpoint's folder.
+"""The files of a checkpoint: their names, and the table of contents of a parallel one.
+
+The table says which file holds which tensor, and how each must look. It names the staging folder, too: a reader takes a
+file from there while it is there (see `staging`). No file under another name is ever removed from a checkpoint's
+folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The methods of a parallelised model, its optimizer and its scheduler that save and load them, and saving methods of a
-model's own class, which write the whole model in a format of theirs, on one rank.
+"""The methods of a parallelised model, its optimizer and its scheduler that save and load them.
+
+Also saving methods of a model's own class, which write the whole model in a format of theirs, on one rank.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SavingRank:
         return self.pipeline // self.context_parallel_size
 
     @property
-    def is_writer(self) -> bool:
+    def in_first_pipeline(self) -> bool:
         return self.pipeline == 0
 
     @property

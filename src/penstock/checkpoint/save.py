@@ -1,5 +1,6 @@
-"""Saving from all ranks at once: a file for each rank and a table of contents, or a merged checkpoint of the model or
-of its adapters.
+"""Saving from all ranks at once.
+
+What is saved is a file for each rank and a table of contents, or a merged checkpoint of the model or of its adapters.
 
 `Save` writes the files of a model's weights and of a run's states, in one sequence of steps, by a plan (see
 `SaveFormat.plan`). A method of the model's own class, which is given what such a plan gathers, writes by itself (see
@@ -195,7 +196,7 @@ class Save:
                         f"was asked for {asked}, but rank {rank} for {theirs}: give the same arguments on all ranks"
                     )
             own_report = self._format.report(self._place, path)
-            if (self._place.is_writer or own_report.candidates) and not os.path.isdir(path):
+            if (self._place.in_first_pipeline or own_report.candidates) and not os.path.isdir(path):
                 raise CheckpointError(f"{path} is not visible here; all ranks must share the file system")
             return own_report
 

@@ -114,28 +114,9 @@ def save_checkpoint(
     model = base_of(model)
     run = Participants(model)
     if (recovery := run.recovery).repeats and not recovery.in_call:
-        if asynchronous:
-            raise ValueError(
-                "with elastic= asynchronous=True is not possible: the ranks that write may be lost. Leave it out"
-            )
-        if recovery.accumulating:
-            raise ValueError(
-                "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
-                "of an accumulation"
-            )
-        if step not in (None, recovery.step):
-            raise ValueError(
-                f"with elastic= the step is booster.step, which is {recovery.step}, got {step!r}: leave step out"
-            )
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
-        given = {"model": model, "optimizer": optimizer, "step": recovery.step, "extra": extra, "keep_last": keep_last}
-
-        def save() -> str:
-            path = save_checkpoint(folder, **given, **objects)
-            recovery.note_saved(path)
-            return path
-
-        return recovery.run_without_gradients(save, stale=partial(step_folder, folder, recovery.step))
+        given = {"model": model, "optimizer": optimizer, "extra": extra, "keep_last": keep_last, **objects}
+        return _save_repeatedly(recovery, folder, step, asynchronous, partial(save_checkpoint, folder, **given))
     number = run.steps_begun if step is None else step
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"step must be a whole number of steps done, got {number!r}")
@@ -162,6 +143,31 @@ def save_checkpoint(
     if not asynchronous:
         run.advise(folder)
     return path
+
+
+def _save_repeatedly(
+    recovery: Recovery, folder: str, step: int | None, asynchronous: bool, save_step: Callable[..., str]
+) -> str:
+    """Save an elastic run, again after a rank was lost. Its step is the run's."""
+    if asynchronous:
+        raise ValueError(
+            "with elastic= asynchronous=True is not possible: the ranks that write may be lost. Leave it out"
+        )
+    if recovery.accumulating:
+        raise ValueError(
+            "with elastic= gradients are not saved: call save_checkpoint after optimizer.step(), not in the middle "
+            "of an accumulation"
+        )
+    number = recovery.step
+    if step not in (None, number):
+        raise ValueError(f"with elastic= the step is booster.step, which is {number}, got {step!r}: leave step out")
+
+    def save() -> str:
+        path = save_step(step=number)
+        recovery.note_saved(path)
+        return path
+
+    return recovery.run_without_gradients(save, stale=partial(step_folder, folder, number))
 
 
 def load_checkpoint(
@@ -261,6 +267,8 @@ def _load_newest(
     run: Participants,
     world: CheckpointRanks,
 ) -> Checkpoint | None:
+    """Check, apply, copy: the newest checkpoint that is whole. After a damaged one the next older is tried; one that is
+    whole but does not fit is an error, as to load an older one would lose steps. None if there is none at all."""
     damaged: dict[str, str] = {}
 
     def look() -> list[str]:
@@ -273,7 +281,7 @@ def _load_newest(
         try:
             copy_weights, manifest = checked_weights(model, path, world)
             apply, common = checked_training_state(model, path, state, world, manifest=manifest)
-        except CheckpointMismatch:  # whole: to load an older one would lose steps
+        except CheckpointMismatch:
             _log_damaged(damaged, world)
             raise
         except CheckpointError as error:

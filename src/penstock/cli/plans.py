@@ -386,7 +386,7 @@ def fit(
         checkpointing = next((name for name in ENABLING if hasattr(subject, name)), "gradient checkpointing")
         about += "; DPO's pairs and reference" * dpo
         linear = names_to_adapt(subject) if any(map(stacks_of, subject.modules())) else None
-        recipes = _recipes(lora_rank, not without, linear)
+        recipes = recipes_of(lora_rank, not without, linear)
         profiles = profiles_of(subject, recipes, microbatch, length, fastest, dpo)
         all_ways = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
     samples = num_microbatches * microbatch
@@ -397,7 +397,7 @@ def fit(
         print(f"drawn to {draw_memory(all_ways, plot)}")
 
 
-def _recipes(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | None = None) -> list[Recipe]:
+def recipes_of(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | None = None) -> list[Recipe]:
     """What `fit` tries, by how little it changes training. Without `bfloat16` a frozen base is in float16. `linear` has
     the names of a mixture's linear layers."""
     import torch

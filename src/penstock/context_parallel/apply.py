@@ -1,5 +1,7 @@
-"""What attaches context parallelism to an engine: it cuts microbatches, lets attention see whole sequences, and joins
-outputs."""
+"""What attaches context parallelism to an engine.
+
+It cuts microbatches, lets attention see whole sequences, and joins outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tables that depend on all positions of a sequence, such as rotary embeddings that stretch with the largest one: they
-are made of whole sequences, and then a part is taken."""
+"""Tables that depend on all positions of a sequence are made of whole sequences, and then a part is taken.
+
+Rotary embeddings that stretch with the largest position have such a table.
+"""
 
 from __future__ import annotations
 

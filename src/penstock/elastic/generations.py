@@ -1,6 +1,7 @@
-"""A process's place among the members of a run: it comes, meets the others, and goes with them from one generation to
-the next, through the store. Each generation has a default process group of torch's of its own (`form_world`). What the
-members agree on is decided by `protocol`.
+"""A process's place among the members of a run: it comes, meets the others, and goes on with them.
+
+Through the store they go from one generation to the next. Each generation has a default process group of torch's of its
+own (`form_world`). What the members agree on is decided by `protocol`.
 """
 
 from __future__ import annotations

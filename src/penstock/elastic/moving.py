@@ -1,5 +1,6 @@
-"""Values that move between ranks when a pipeline is formed anew: weights, buffers and an optimizer's state; and what a
-process that joins a run is given besides, the states of registered objects.
+"""Values that move between ranks when a pipeline is formed anew: weights, buffers, an optimizer's state.
+
+A process that joins a run is given the states of registered objects besides.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class ElasticRun:
 
     def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
         """Do something that all ranks do, or `local` to this one, however many are lost meanwhile; see `LoggedCall`.
-        Raises what it raises that is no loss of a rank, RunEnded if those that are left cannot go on, LeftOut if they
-        go on without this one."""
+        An error of `work` is raised, unless it says that a rank was lost. Raises RunEnded if those that are left cannot
+        go on, LeftOut if they go on without this one."""
         result: T = self._run_logged(LoggedCall(work, trains, local))
         return result
 
@@ -457,7 +457,7 @@ class ElasticRun:
         finally:
             self.in_call = False
         self._restoring = self._going_back = False
-        self._log.go_back(self.engine.step_number)
+        self._log.go_back(self.engine.step_number)  # again, as loading has set another
         change.seconds["move"] += time.perf_counter() - started
         change.num_bytes = 0
 

@@ -422,8 +422,9 @@ class Decoding:
     def _compare(self, plan: DataflowPlan) -> None:
         """Raise SettingsMismatch, on every rank, if the others' plan is another one.
 
-        The ranks meet here, each when its first stage is due; see `in_turns`. One that has the last stage, too, comes
-        as soon as tokens are chosen, and lets others go first, which may compare the plan meanwhile."""
+        The ranks meet here, each when its first stage is due; see `in_turns`. A rank that chooses tokens and has the
+        first stage, too, as under `zb-v`, would come at once. So it passes the turn on first, and another group may
+        compare the plan meanwhile."""
         if self.chooses_tokens and len(self._context.stages) > 1:
             self._yield_turn(self._forwards.consecutive_stages[0][0])
         if len(self.ranks) > 1 and plan.checksum not in self._compared:

@@ -1,5 +1,7 @@
-"""Which rank holds what: the map rank <-> (pipeline, rank in pipeline, tensor-parallel index), and the groups that
-follow."""
+"""Which rank holds what: the map rank <-> (pipeline, rank in pipeline, tensor-parallel index).
+
+The groups of ranks follow from it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""Collectives of the user's own in a forward or a criterion. Only the ranks of one stage run it, so that these would
-wait for ranks that never come. Where a forward is followed, torch's operators show them. Where it runs, what shows
-them is the question whether this rank is in the group, which torch.distributed asks itself before it communicates."""
+"""Collectives of the user's own in a forward or a criterion.
+
+Only the ranks of one stage run it, so that these would wait for ranks that never come. Where a forward is followed,
+torch's operators show them. Where it runs, what shows them is the question whether this rank is in the group, which
+torch.distributed asks itself before it communicates.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Which library a model is of, and what that library says of it, without importing those that are optional: its
-configuration (transformers), its adapters (PEFT), whether it is one of diffusers.
+"""Which library a model is of, and what that library says of it.
+
+That is its configuration (transformers), its adapters (PEFT), and whether it is one of diffusers. Libraries that are
+optional are not imported.
 """
 
 from __future__ import annotations

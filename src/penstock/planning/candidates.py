@@ -19,8 +19,8 @@ from penstock.simulation.simulate import Costs, gradients_ready, simulate
 
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
-# Pipelines of more ranks are not simulated under a lean schedule where one that is alike, but holds more for less of a
-# bubble, fits too.
+# In pipelines of more ranks a lean schedule is skipped if an earlier one fits that has the same stages on each rank and
+# splits the backward alike: it holds more for less of a bubble.
 SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; candidates with longer ones are left out.
 MOST_ACTIONS = 60_000
@@ -284,8 +284,8 @@ class LayoutSearch:
 
 @cache
 def is_lean(name: str) -> bool:
-    """Whether every rank holds fewer microbatches than there are ranks: in a pipeline of eight, as shorter ones differ
-    little."""
+    """Whether every rank holds fewer microbatches than there are ranks. Looked at for eight ranks; in shorter pipelines
+    the difference is small."""
     return all(live_microbatches(name, 8, rank, 8 * DEEP) < 8 for rank in range(8))
 
 

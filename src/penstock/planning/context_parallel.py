@@ -1,5 +1,7 @@
-"""A job whose sequences are each shared out over several devices (`context_parallel_size`): they stand as one device,
-which computes and keeps a part of each."""
+"""A job whose sequences are each shared out over several devices (`context_parallel_size`).
+
+They stand as one device, which computes and keeps a part of each.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The best layouts of a small job: every split over every order of devices is bounded, and simulated if it may win. A
-local search in place of this and of the large jobs' search was tried: benchmarks/results/planner_one_solver.md.
+"""The best layouts of a small job: every one is bounded, and simulated if it may win.
+
+These are all splits over all orders of devices. A local search in place of this and of the large jobs' search was
+tried: benchmarks/results/planner_one_solver.md.
 
 The formula of `penstock.planning.search` is off where a pipeline has few microbatches, or its slowest stage has faster
 ones before it. The pipeline of given devices that is the fastest alone is taken for the best one beside others, too,

@@ -1,5 +1,7 @@
-"""A model on the meta device as QLoRA trains it, packed base and adapters, for estimates: without PEFT or the libraries
-that pack."""
+"""A model on the meta device as QLoRA trains it, packed base and adapters, for estimates.
+
+It needs neither PEFT nor the libraries that pack.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Experts in 4 bits. transformers keeps the experts of a layer as one stacked parameter, which its quantisation leaves
-as it is; bitsandbytes can pack such a parameter, and unpacks it whenever it is used."""
+"""Experts in 4 bits.
+
+transformers keeps the experts of a layer as one stacked parameter, which its quantisation leaves as it is; bitsandbytes
+can pack such a parameter, and unpacks it whenever it is used.
+"""
 
 from __future__ import annotations
 

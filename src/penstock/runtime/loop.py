@@ -1,5 +1,7 @@
-"""What a user iterates over in training: the step's outputs, and what happens if the iteration is not as it should
-be."""
+"""What a user iterates over in training: the step's outputs.
+
+It also says what happens if the iteration is not as it should be.
+"""
 
 from __future__ import annotations
 

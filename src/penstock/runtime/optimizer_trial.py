@@ -1,7 +1,8 @@
-"""What an optimizer's update of a weight depends on, as it is seen on tiny weights: a fresh optimizer of the same class
-and options takes a few steps on one, on that beside another, and on its halves. The norm of all gradients is no
-dependence if torch's `clip_grad_norm_` or `get_total_norm` takes it: over stages it is that of the whole model, which
-every rank must ask for, also one without gradients.
+"""What an optimizer's update of a weight depends on, as it is seen on tiny weights.
+
+A fresh optimizer of the same class and options takes a few steps on one, on that beside another, and on its halves. The
+norm of all gradients is no dependence if torch's `clip_grad_norm_` or `get_total_norm` takes it: over stages it is that
+of the whole model, which every rank must ask for, also one without gradients.
 
 Only what these steps show is found: not what begins later, and nothing of an optimizer that draws random numbers, or
 that cannot be made anew."""

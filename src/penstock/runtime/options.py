@@ -54,8 +54,8 @@ class SharesSequences(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The same on all ranks, but for `patience` and `timeout` of the plugin; see
-    `penstock.config.configuration.Configuration` for those that have its names.
+    """Fields named like a key of `penstock.config.configuration.Configuration` mean what it does. All are equal on all
+    ranks; only the plugin lets `patience` and `timeout` differ.
 
     They are filled from the configuration or the plugin (`_plan` in `api/initialize.py`, `config/plugin_settings.py`),
     but for two (`api/builder.py`): `plan_and_build` completes `batch_dim` by what the example inputs show, and `build`

@@ -1,5 +1,7 @@
-"""An engine's parts: what one rank has for as long as the ranks of a layout work together. What lasts is the engine,
-the model, and its parameters."""
+"""An engine's parts: what one rank has for as long as the ranks of a layout work together.
+
+What lasts is the engine, the model, and its parameters.
+"""
 
 from __future__ import annotations
 

@@ -147,6 +147,12 @@ class TrainingStep:
     ) -> Generator[Any, None, None]:
         """Run the step, yielding each microbatch's output when its backward is due.
 
+        Such a backward, that of this rank's top stage, goes through the caller: `_open_backward` makes the output,
+        which is yielded here; the caller calls `backward()` on its loss; the hook on that loss calls `backward_begins`,
+        which receives the next stage's gradients; when autograd has ended, `_callers_backward_ends` sends this stage's
+        to the previous one; then the caller takes the next output, and `_finish_backward` lets go of this one. All
+        other actions run between two outputs.
+
         Args:
             meet: waits until all ranks have begun the step, and gives the stages' states, see `Boundaries.prepare`;
                 called before the first message. What it raises ends a step that no rank has begun.

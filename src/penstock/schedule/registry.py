@@ -1,5 +1,6 @@
-"""The named schedules: what the package knows of each is in its row here, or computed from its actions; `PLAIN`,
-`DEFERRING` and `ZERO_BUBBLE_V` name those that "auto" chooses from.
+"""The named schedules: what the package knows of each is in its row here, or computed from its actions.
+
+`PLAIN`, `DEFERRING` and `ZERO_BUBBLE_V` name those that "auto" chooses from.
 
 Configuration, commands and planner read these rows; a test compares the docs with them. A user's own schedule
 is registered by `register_schedule`.

@@ -1,5 +1,6 @@
-"""Which adapter a Trainer over pipelines has: that of its class of TRL, `UsersLoss` for a loss of one's own, or the
-plain one.
+"""Which adapter a Trainer over pipelines has.
+
+It is that of its class of TRL, `UsersLoss` for a loss of one's own, or the plain one.
 """
 
 from __future__ import annotations

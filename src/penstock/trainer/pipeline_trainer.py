@@ -51,7 +51,7 @@ OPTIMIZER_FILE = "optimizer.pt"
 REFUSED_IF_SET = {
     "torch_compile": "compile the model's blocks before the Trainer takes it",
     "use_liger_kernel": "apply Liger's kernels to the model before the Trainer takes it",
-    "neftune_noise_alpha": "it draws its noise on the first stage only",
+    "neftune_noise_alpha": "it draws its noise on the first stage only: add the noise in the model's own code",
     "auto_find_batch_size": "give per_device_train_batch_size",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback",
     "eval_use_gather_object": "let the model return tensors",

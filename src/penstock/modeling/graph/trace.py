@@ -1,5 +1,8 @@
-"""Tracing one forward of a model whose units are replaced by their shape functions: which unit calls happen, in which
-order, and from which values each was computed. It knows nothing of stages; see `graph.plan`."""
+"""Tracing one forward of a model whose units are replaced by their shape functions.
+
+It finds which unit calls happen, in which order, and from which values each was computed. It knows nothing of stages;
+see `graph.plan`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""State dicts of modules of which this rank lacks a part: they can be read, but not saved as if they were whole. What a
-class's own code saves of a ghost is left to the rank that holds it."""
+"""State dicts of modules of which this rank lacks a part: to be read, but not saved as if they were whole.
+
+What a class's own code saves of a ghost is left to the rank that holds it.
+"""
 
 from __future__ import annotations
 

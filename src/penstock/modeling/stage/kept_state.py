@@ -1,5 +1,8 @@
-"""What a model's forwards leave behind in plain attributes of its modules: a count of calls, a list that grows. Modules
-that keep such a thing see a forward for each microbatch, and not for each batch."""
+"""What a model's forwards leave behind in plain attributes of its modules.
+
+That is a count of calls, say, or a list that grows. Modules that keep such a thing see a forward for each microbatch,
+and not for each batch.
+"""
 
 from __future__ import annotations
 

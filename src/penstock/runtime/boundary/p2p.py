@@ -48,10 +48,12 @@ class Message(IntEnum):
 
 
 NAMES = ("headers", "activations", "presence of gradients", "losses", "gradients", "headers of results", "results")
-# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too. Up to
-# ten times as many that is harmless: only activations and gradients can be more, and each kind after either, also over
-# the next boundary, uses another group (`Groups.p2p_group`), goes between other ranks or the other way between them, or
-# is of a generation, which does not run beside a step.
+# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too; one of
+# up to ten times as many also those of the next boundary. Only activations and gradients can be more. That is harmless
+# as long as each kind after either, in the order of `Message`, differs from it in one of these:
+# - the group that it goes by (`Groups.p2p_group`);
+# - the ranks that it goes between, or the way that it goes between them;
+# - the time: results are of a generation, which does not run beside a step.
 TAGS_PER_CHANNEL = 64
 # How many receives of a channel gloo may have posted ahead of their use. One hides the latency, the second the jitter.
 # More would only hold memory, and posting tells the sender, which disturbs it while it computes. So only small ones are

@@ -205,8 +205,8 @@ def wait_for_transfer(work: Waitable, num_bytes: int, check: Callable[[], object
 def abort(group: dist.ProcessGroup) -> None:
     """gloo has no abort, but a wait that times out closes all of its group's connections."""
     if (lazy := _lazy.get(group)) is not None:
-        # A second wait for a message that has come, which only the time limit ends: a new message might have to connect
-        # first, and wait for that.
+        # Wait again for a receive that is over: it never comes again, so the wait times out. A new receive might have
+        # to connect first, and wait for that.
         with contextlib.suppress(Exception):
             if lazy.received is not None:
                 lazy.received.wait(_AT_ONCE)

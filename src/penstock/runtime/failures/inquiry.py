@@ -1,5 +1,7 @@
-"""A rank whose main thread waits for long for others: its watcher asks all ranks where they are, and logs the answers
-once, or ends the run where they show that the wait can never end."""
+"""A rank whose main thread waits for long for others: its watcher asks all ranks where they are.
+
+It logs the answers once, or ends the run where they show that the wait can never end.
+"""
 
 from __future__ import annotations
 

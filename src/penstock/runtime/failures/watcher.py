@@ -140,7 +140,8 @@ class Watch:
         self.notify()
 
     def _lose(self, rank: int, tells_others: bool = True) -> None:
-        """A rank's process has ended without leave. `tells_others`: as no other rank has told this one."""
+        """A rank's process has ended without leave. `tells_others`: this rank noticed it itself, so the others are yet
+        to be told."""
         if rank in self.endings.lost:
             return
         self.endings.lost.add(rank)
