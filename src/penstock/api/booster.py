@@ -18,7 +18,8 @@ from penstock.checkpoint import model_methods
 from penstock.checkpoint.load import is_parallelized
 from penstock.data.batch import MicrobatchedBatch
 from penstock.data.loader import HeterogeneousDataLoader
-from penstock.elastic.run import Change, ElasticRun
+from penstock.elastic.changes import Change
+from penstock.elastic.run import ElasticRun
 from penstock.model.pipeline_model import PipelineModel, loss_tensor
 from penstock.modeling.graph.loss import Criterion
 from penstock.modeling.instrumentation import record_of
@@ -66,7 +67,7 @@ class Booster:
     @property
     def changes(self) -> list[Change]:
         """With `elastic=`, what happened to the run's members, as this process saw it."""
-        return self._run().changes
+        return self._run().records.complete
 
     def register(self, name: str, one: Any) -> None:
         """With `elastic=`, give the state of an object of your own to each process that joins.

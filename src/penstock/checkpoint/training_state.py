@@ -164,7 +164,8 @@ def checked_training_state(
 ) -> tuple[Callable[[], None], CommonState]:
     """Check on all ranks that a training state is whole and fits. Returns what gives everything its saved state on this
     rank, and what every rank reads whole. `manifest`: the table of contents, if it is known. Raises CheckpointMismatch
-    if it does not fit, CheckpointError if it is damaged."""
+    if it does not fit, CheckpointError if it is damaged. Whether its groups fit the optimizer shows only when the state
+    is given back, which then raises CheckpointError."""
     loading = _Loading(model, directory, state, world, variant, manifest)
     checked = world.together(f"checking the training state to load {directory}", loading.check)
     return partial(loading.apply, [replica for replica, _ in checked], [names for _, names in checked]), loading.common

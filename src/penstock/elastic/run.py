@@ -12,13 +12,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from penstock.data.loader import Batches
+from penstock.elastic.changes import Change, ChangeRecords
 from penstock.elastic.generations import Generations, LeftOut, RunEnded, leave_world
 from penstock.elastic.meeting import STORE_ERRORS
 from penstock.elastic.moving import SharedStates, from_elsewhere, hand_over
@@ -40,6 +39,12 @@ logger = logging.getLogger("penstock")
 T = TypeVar("T")
 
 
+def is_loss(error: Exception) -> bool:
+    """Whether an error says that a rank was lost, or that the members change, and the run may go on."""
+    of_ranks = isinstance(error, PipelineFailure) or is_transport_error(error)
+    return of_ranks and not isinstance(error, RunEnded | LeftOut)
+
+
 class ElasticRun:
     """This process's part in a run, once the engine of its first generation stands.
 
@@ -47,7 +52,7 @@ class ElasticRun:
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
         states: of what belongs to the model and is the user's, such as the optimizer.
-        changes: the records of the changes of members that are complete.
+        records: of the changes of members.
         in_call: whether a call is being made, or made again: what it calls is part of it.
         joined: whether this process came to a run under way.
         last_resort: the `CheckpointManager` that has values which no member has any more.
@@ -71,7 +76,7 @@ class ElasticRun:
         self.on_layout = on_layout
         self.step = generations.now.step
         self.joined = not generations.now.is_first
-        self.changes: list[Change] = []
+        self.records = ChangeRecords()
         self.in_call = False
         self.last_resort: LastResort | None = None
         self.save_unfinished: Callable[[], None] | None = None
@@ -97,11 +102,7 @@ class ElasticRun:
         self._change_due = generations.now.handing_over
         # How many requests to change the members this generation, or an earlier one, has looked at.
         self._handled = generations.now.requests
-        self._change: Change | None = None  # under way, until what was lost is done again
-        self._has_formed = True  # whether the generation to which the change led came about
-        self._interrupted: list[Change] = []  # that formed, and were hit by a loss before their repeated work ended
         self._migration: Migration | None = None  # of the change under way
-        self._redo_from = 0.0
         engine.recovery = self
         generations.checkpoint = self._newest_checkpoint
         generations.formed()
@@ -148,7 +149,7 @@ class ElasticRun:
                 self.in_call = False
             if not call.stale:
                 self._log.add(call)
-            self._note_redone()
+            self.records.redone()
             return result
 
     def run_without_gradients(self, work: Callable[[], T], stale: Callable[[], T] | None = None) -> T:
@@ -231,7 +232,7 @@ class ElasticRun:
                 self._recover(error)  # makes the update, too, if a survivor has made it
             else:
                 self._make_update()
-        self._note_redone()
+        self.records.redone()
         if self._after_update is not None:
             made_from, restored = self._updated_from, self.num_restored
             self.run_without_gradients(self._after_update, stale=lambda: None)
@@ -286,7 +287,7 @@ class ElasticRun:
 
     def _change_members(self) -> None:
         """Between two steps: take in those who asked to join, and let those go who asked to leave."""
-        self._note_redone()  # the record of the change before, if it was made only so that leavers could hand over
+        self.records.redone()  # the record of the change before, if it was made only so that leavers could hand over
         self._change_due = False
         leaving = self.generations.membership.wants_to_leave
         try:
@@ -325,13 +326,13 @@ class ElasticRun:
         self.engine.dissolve()
         self._migration = self._migration or Migration.of(self.engine)
         following = self._agree(self._make_report(suspects, planned, leaving, self._migration), cause)
-        self._change, self._has_formed = self._record_of_change(following, cause, started, failed_at), False
+        change = self.records.begin(following, cause, self.step, started, failed_at)
         if leaving and self.generations.member not in following.members:
             self._leave(following.reason_to_stop)
         if following.reason_to_stop:
             raise RunEnded(f"the run cannot go on: {following.reason_to_stop}. {self.engine.board.advice()}")
         self._catch_up(following)
-        self._form(following, self._change)
+        self._form(following, change)
 
     def _make_report(
         self, suspects: tuple[int, ...], planned: bool, leaving: bool, migration: Migration
@@ -361,32 +362,6 @@ class ElasticRun:
                 f"the members cannot agree how to go on, because the store at {self.generations.settings.store} "
                 f"does not answer ({in_one_line(error)}), after this: {cause}"
             ) from error
-
-    def _record_of_change(self, following: Generation, cause: str, started: float, failed_at: float) -> Change:
-        """The record of the change under way, in which the phases to come are still to be entered."""
-        lost, left, joined = tuple(following.lost), tuple(following.left), tuple(following.joining)
-        if self._change is not None and self._has_formed:
-            self._interrupted.append(self._change)
-        elif self._change is not None:  # its generation was lost before it formed here: this one has followed instead
-            lost, left = (*self._change.lost, *lost), (*self._change.left, *left)
-            joined = tuple(dict.fromkeys(each for each in (*self._change.joined, *joined) if each in following.members))
-        seconds = {
-            "detect": max(0.0, started - failed_at) if failed_at else 0.0,
-            "agree": time.time() - started - following.seconds,
-            "plan": following.seconds,
-        }
-        return Change(
-            following.number,
-            cause,
-            lost,
-            left,
-            joined,
-            tuple(f"{len(stages)}x{count}" for stages, count in following.pipelines),
-            following.restore,
-            self.step,
-            failed_at or started,
-            seconds,
-        )
 
     def _catch_up(self, following: Generation) -> None:
         """Go to the step at which the next generation begins: that of a checkpoint, or, if another survivor has made
@@ -438,7 +413,7 @@ class ElasticRun:
         if following.restore:
             self._restore(following, change)
         change.seconds["form"] = time.perf_counter() - started - change.seconds["move"]
-        self._redo_from, self._has_formed = time.perf_counter(), True
+        self.records.formed()
 
     def _restore(self, following: Generation, change: Change) -> None:
         """Go back to a checkpoint: some values were lost."""
@@ -460,15 +435,6 @@ class ElasticRun:
         self._log.go_back(self.engine.step_number)  # again, as loading has set another
         change.seconds["move"] += time.perf_counter() - started
         change.num_bytes = 0
-
-    def _note_redone(self) -> None:
-        if self._change is None:
-            return
-        self._change.seconds["redo"] = time.perf_counter() - self._redo_from
-        finished, self._change, self._interrupted = [*self._interrupted, self._change], None, []
-        self.changes += finished
-        for change in finished if dist.get_rank() == 0 else ():
-            logger.warning("%s", change)
 
     def _leave(self, reason_to_stop: str) -> None:
         """Leave as requested: the others have what they need, unless nobody goes on (`Generation.reason_to_stop`)."""
@@ -502,63 +468,3 @@ class ElasticRun:
             if names[0] not in migration.had:
                 lacking.update(unit_of(name, units) for name in names)
         return tuple(unit for unit in units if unit not in lacking)
-
-
-def is_loss(error: Exception) -> bool:
-    """Whether an error says that a rank was lost, or that the members change, and the run may go on."""
-    of_ranks = isinstance(error, PipelineFailure) or is_transport_error(error)
-    return of_ranks and not isinstance(error, RunEnded | LeftOut)
-
-
-PHASES = ("detect", "agree", "plan", "form", "move", "redo")
-
-
-@dataclass
-class Change:
-    """A change of a run's members, as one of them saw it.
-
-    Attributes:
-        generation: that it led to.
-        cause: the failure, or why it was planned.
-        lost, left, joined: numbers of members.
-        pipelines: stages and microbatches of each, as `2x4`.
-        restored: the checkpoint that the run went back to, empty if it did not.
-        step: updates made before it.
-        at: when this member noticed, seconds since the epoch.
-        seconds: of each phase. detect: from when this member learned of the failure to the beginning of the change.
-            agree: until all members that are left had reported, and one decided. plan: that it took to choose the
-            layout. form: process groups and stages. move: weights, optimizer state and objects. redo: what was
-            repeated, until as much was computed as before.
-        num_bytes: of weights and buffers that this member holds newly; 0 after going back to a checkpoint.
-    """
-
-    generation: int
-    cause: str
-    lost: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
-    pipelines: tuple[str, ...] = ()
-    restored: str = ""
-    step: int = 0
-    at: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    num_bytes: int = 0
-
-    @property
-    def total(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
-    def __str__(self) -> str:
-        names = {"lost": self.lost, "left": self.left, "joined": self.joined}
-        who = "; ".join(
-            f"member{'s' if len(members) > 1 else ''} {', '.join(map(str, members))} {what}"
-            for what, members in names.items()
-            if members
-        )
-        phases = ", ".join(f"{name} {self.seconds.get(name, 0.0):.2f}" for name in PHASES)
-        back = f", back to {self.restored}" if self.restored else ""
-        return (
-            f"generation {self.generation} at step {self.step}: {who or self.cause}; now {' + '.join(self.pipelines)} "
-            f"(stages x microbatches){back}; {self.total:.2f} s: {phases}"
-        )

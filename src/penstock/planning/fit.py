@@ -75,8 +75,7 @@ class Way:
             return memory.activations - memory_of_ranks(pipeline.schedule, rest)[rank].activations
 
         *below, last = pipeline.stages
-        head = replace(last[-1], kept=0.0, working=0.0, splitting=0.0, deferred=0.0, output=0.0, forwarding=0.0)
-        logits = of_removed(held_by_stages([*below, (*last[:-1], head)]))
+        logits = of_removed(held_by_stages([*below, (*last[:-1], last[-1].weights_alone())]))
         held = held_by_stages(pipeline.stages)
         messages = of_removed([replace(stage, kept=stage.kept - stage.sent, received=0.0, sent=0.0) for stage in held])
         return {

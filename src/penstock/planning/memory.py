@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from penstock.runtime.boundary.boundaries import BYTES_AHEAD
 from penstock.runtime.boundary.p2p import RECEIVES_AHEAD, SENDS_AHEAD
@@ -76,6 +77,12 @@ class HeldBytes:
         """Of each tied weight, what is held for it in weights, gradients and optimizer."""
         states = self.optimizer / self.gradients if self.gradients else 0.0
         return {name: (size, trained, trained * states) for name, size, trained in self.tied}
+
+    def weights_alone(self) -> Self:
+        """Without all that grows with the microbatch."""
+        grows = (each.name for each in fields(HeldBytes) if not each.metadata and each.name != "tied")
+        nothing: dict[str, Any] = dict.fromkeys(grows, 0.0)
+        return replace(self, **nothing)
 
     @staticmethod
     def summed(parts: Iterable[HeldBytes]) -> HeldBytes:

@@ -45,8 +45,8 @@ from penstock.runtime.inputs import AS_ACCUMULATED
 from penstock.trainer.trainer_adapter import Metrics, TrainerAdapter, not_over_pipelines
 from penstock.trainer.trl.fused_head import with_fused_head_of_stages
 
-# Inputs of a microbatch that only the criterion is given: the trainer's own, as its `compute_loss` wants them, and the
-# microbatch's share of each of the means.
+# Inputs of a microbatch that only the criterion is given (see `Criterion`): the trainer's own, as its
+# `compute_loss` wants them, and the microbatch's share of each of the means.
 BATCH, SHARES = "batch_of_the_trainer", "shares_of_the_loss"
 # Methods of the accelerator that other ranks must call, too.
 CALLS_OF_ALL_RANKS = frozenset({"gather", "gather_for_metrics", "reduce", "pad_across_processes", "wait_for_everyone"})
