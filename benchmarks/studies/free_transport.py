@@ -83,10 +83,10 @@ class FreeChannels(P2PChannels):
         super().__init__(lambda boundary, kind: dist.group.WORLD, lambda stage: 0, CPU, board)
         self._answers = {Message.HEADER: header, Message.PRESENCE: PRESENT}
 
-    def channel(self, boundary: int, kind: Message, behind: bool) -> P2PChannel:
+    def channel(self, boundary: int, kind: Message, downstream: bool, peer: int | None = None) -> P2PChannel:
         if kind in self._answers and (boundary, kind) not in self._channels:
             self._channels[boundary, kind] = ScriptedChannel(self, boundary, kind, self._answers[kind])
-        return super().channel(boundary, kind, behind)
+        return super().channel(boundary, kind, downstream, peer)
 
 
 def with_executor(arguments: dict[str, Any]) -> Step:

@@ -6,7 +6,8 @@
 Tiny models on CPU processes over gloo, with accumulation, clipping, weight decay, warm-up and a cosine schedule, labels
 of unequal number in each sample, and three evaluations on the way. Two pipelines are held to one process that
 accumulates the batches of both; with TRL, whose metrics depend on the number of processes, to two under DDP. The
-scripts are those that the tests use: `trainer_runs.py` and `feedback_runs.py` in `tests/support/`.
+scripts are those that the tests use: `trainer_runs.py`, `preference_runs.py` and `feedback_runs.py` in
+`tests/support/`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -151,6 +151,8 @@ NAME = "one-at-a-time"
 
 def one_at_a_time(num_ranks: int, num_microbatches: int) -> Schedule:
     """No microbatch begins before the one before it has ended."""
+    if num_ranks < 2:
+        raise ValueError("one rank is asked for, but makers serve two or more")
     rows = [[f"{rank}{kind}{m}" for m in range(num_microbatches) for kind in "FB"] for rank in range(num_ranks)]
     return parse_schedule(rows)
 
@@ -226,6 +228,29 @@ def test_a_registered_schedule_is_simulated_drawn_and_named(registered: None, tm
     templates = [PipelineTemplate("tiny", [["a"], ["b"]])]
     assert schedule_maker(templates[0], NAME)(3).name == NAME
     assert [live_microbatches(NAME, 4, rank, 9) for rank in range(4)] == [1] * 4
+
+
+@dataclass
+class Maker:
+    """A callable that has no hash."""
+
+    name: str
+
+    def __call__(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        return one_at_a_time(num_ranks, num_microbatches)
+
+
+def test_on_one_rank_a_registered_schedule_is_1f1b(registered: None) -> None:
+    register_schedule("of an object", Maker("mine"))
+    for name in (NAME, "of an object"):
+        assert build(name, 1, 3).actions == build("1f1b", 1, 3).actions
+        assert live_microbatches(name, 1, 0, 9) == 1
+        model = penstock.initialize(tiny(), pipeline_parallel_size=1, schedule=name, num_microbatches=2)
+        ids = torch.randint(0, 61, (4, 8))
+        for output in model(input_ids=ids, labels=ids):
+            output.loss.backward()
+        assert model.pipeline.last_step.global_loss > 0
+        model.pipeline.close()
 
 
 def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> None:

@@ -152,6 +152,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
                 function(tmp_path, model=model, **options)
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         penstock.save_checkpoint(tmp_path, model="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step is missing: without pipelines nobody counts the steps"):
+        penstock.save_checkpoint(tmp_path, model=model)
     with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
         penstock.save_checkpoint(tmp_path, model=model, keep_last=0)
     for wrong in (1.5, "2", True):
@@ -299,6 +301,10 @@ def test_what_was_just_saved_is_kept_also_if_there_are_later_steps(tmp_path: Pat
 def test_a_folder_that_is_itself_a_checkpoint_may_hold_a_run(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     parallelize(model, 1).save_parallelized(tmp_path)
+    manager = penstock.CheckpointManager(tmp_path, model=model, optimizer=optimizer, every=1)
+    assert manager.resume() == 0
+    with pytest.raises(CheckpointError, match="has no training state, so load its weights alone"):
+        penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     for number in (7, 8, 9):
         penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number, keep_last=2)
     assert [found.step for found in find_checkpoints(tmp_path)] == [9, 8, None]

@@ -487,12 +487,15 @@ def test_fit_for_dpo_counts_pairs_and_the_reference() -> None:
         assert weights == pytest.approx(alone[name][0] * (1 if "LoRA" in name else 2), abs=0.02), name
         assert activations == pytest.approx(2 * alone[name][1], rel=0.05), name
     assert '"microbatch_size": 1}' in run(*arguments, "--dpo").output, "pairs"
+    assert "2 parts" in run(*arguments, "--devices", 2, "--all").output
+    assert "2 parts" not in run(*arguments, "--devices", 2, "--all", "--dpo").output  # which its trainer would refuse
 
 
 def test_fit_takes_adapters_on_models_whose_code_reads_the_weights_of_layers() -> None:
     arguments = ("--length", 4, "--lora-rank", 4, "--devices", 2)
     result = run("fit", "tests.cli.test_cli:smallest_t5", *arguments)
     assert result.exit_code == 0 and "nf4, LoRA 4" in result.output, result.output
+    assert "parts" not in result.output  # a run would refuse an encoder and a decoder
     refused = run("fit", "tests.cli.test_cli:small_mamba", *arguments)
     assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
     assert "nf4, LoRA 4: this MambaForCausalLM computes with the weights of linear layers itself" in refused.output

@@ -96,6 +96,12 @@ def test_a_disabled_section_needs_no_size() -> None:
     assert not Configuration.from_any({"model_parallelism": {"enable": False}}).enable
 
 
+def test_paths_may_be_paths(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("0F0,0B0\n")
+    given = Configuration.from_any(section(schedule=tmp_path / "own.csv", trace=tmp_path / "trace.json"))
+    assert (given.schedule, given.trace) == (str(tmp_path / "own.csv"), str(tmp_path / "trace.json"))
+
+
 def test_lists_and_tuples_say_the_same() -> None:
     rows, other = section(schedule=["0F0,0B0"]), section(schedule=("0F0,0B0",))
     assert Configuration.from_any(rows) == Configuration.from_any(other)

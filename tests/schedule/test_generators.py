@@ -20,13 +20,14 @@ from penstock.schedule import (
     validate,
 )
 from penstock.schedule.communication import insert_communication
+from penstock.schedule.registry import named_schedule
 
 SIZES = st.tuples(st.integers(1, 16), st.integers(1, 64))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_every_size_up_to_16_ranks_and_64_microbatches_is_valid(name: str) -> None:
-    """Of microbatches that find the pipeline full and leave it full, one more is a forward and a backward more."""
+    """More microbatches than those of the loop, of which there is one size, only repeat the steady state."""
     for num_ranks in range(1, 17):
         for num_microbatches in (*range(1, 2 * num_ranks + 2), 64):
             validate(build(name, num_ranks, num_microbatches))
@@ -35,8 +36,8 @@ def test_every_size_up_to_16_ranks_and_64_microbatches_is_valid(name: str) -> No
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(schedule_names()), SIZES, st.integers(1, 4))
 def test_sampled_sizes_are_valid(name: str, size: tuple[int, int], stages_per_rank: int) -> None:
-    """Interleaved for any number of stages on a rank."""
-    validate(build(name, *size, stages_per_rank if name == "interleaved-1f1b" else None))
+    """With any number of stages on a rank where the schedule has that."""
+    validate(build(name, *size, stages_per_rank if named_schedule(name).any_stages_per_rank else None))
 
 
 @settings(deadline=None, max_examples=60)

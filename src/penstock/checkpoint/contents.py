@@ -33,6 +33,7 @@ from penstock.checkpoint.manifest import (
     is_diffusers,
     is_rank_file,
     manifest_name,
+    read_manifest,
     weight_file_names,
     whole_manifest,
 )
@@ -64,6 +65,14 @@ class FoundCheckpoint:
     def has_table(self) -> bool:
         """Whether it has a table of contents; else its save was interrupted, or is under way."""
         return kind_of(os.path.join(self.path, manifest_name())) is not None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether it holds more than weights; True also if its table of contents cannot be read."""
+        try:
+            return any(entry.part == TRAINING for entry in read_manifest(self.path).files.values())
+        except (CheckpointError, OSError):
+            return True
 
     @property
     def fault(self) -> str | None:

@@ -53,8 +53,8 @@ class SavingReport:
 
     Attributes:
         holdings: the tensors that it can give.
-        candidates: names of tensors that this rank writes unless a rank before it does; none where each rank writes its
-            own, but for ranks of other pipelines than the first.
+        candidates: names of tensors that this rank writes unless a rank before it does. Where each rank of the first
+            pipeline writes its own, only the other pipelines' ranks have any.
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.
@@ -96,9 +96,16 @@ class Source:
 
 @dataclass(frozen=True)
 class FileSpec:
-    """One file of a save, or several that another library writes. `inputs`: what it is made of that ranks give to the
-    `writer`, in this order; `own`: what else it holds there. `outputs`: its tensors' names, where they are not those of
-    what it is made of. `data`: gives the content of a file that is no file of tensors. `part`: see `FileEntry`."""
+    """One file of a save, or several that another library writes.
+
+    Attributes:
+        writer: the rank that writes it.
+        inputs: the tensors that ranks give to the writer for it, in this order.
+        own: tensors of the writer's that are in it besides.
+        outputs: its tensors' names, where they are not those of what it is made of.
+        part: see `FileEntry`.
+        data: gives the content of a file that is no file of tensors.
+    """
 
     name: str
     writer: int

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from penstock.arguments import check_count
-from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
+from penstock.checkpoint.contents import FoundCheckpoint, find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import (
     checkpoint_ranks,
@@ -91,7 +91,7 @@ def save_checkpoint(
         optimizer: as in the loop.
         lr_scheduler, dataloader, scaler: objects with `state_dict` and `load_state_dict`; the same on all ranks.
         step: number of steps done; by default how many training steps this model has begun, in an elastic run how many
-            updates were made (`booster.step`).
+            updates were made (`booster.step`). To be given with a plain model.
         extra: numbers, text, tensors and containers of them, which `load_checkpoint` returns.
         keep_last: once this checkpoint is whole, remove those of earlier steps, so that with it this many are left.
         asynchronous: return once everything is copied to host memory, and write the files while training goes on. What
@@ -127,6 +127,8 @@ def save_checkpoint(
         extra=dict(extra or {}),
         run=None if run.engine is None else progress_of(run.engine),
     )
+    if step is None and run.engine is None:
+        raise ValueError("step is missing: without pipelines nobody counts the steps that were made")
     run.warn_of_gradients(state.optimizer)
     path = step_folder(folder, number)
     with run.saving():
@@ -201,9 +203,13 @@ def load_checkpoint(
     """
     objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
     if (loaded := load_if_any(folder, model, which, optimizer, **objects)) is None:
-        wanted = "whole checkpoint" if which == LATEST else f"checkpoint of step {which}"
         folder = os.path.abspath(folder)
-        raise CheckpointError(f"{folder} holds no {wanted}" if os.path.isdir(folder) else f"{folder} is no directory")
+        if not os.path.isdir(folder):
+            raise CheckpointError(f"{folder} is no directory")
+        wanted = "whole checkpoint" if which == LATEST else f"checkpoint of step {which}"
+        if FoundCheckpoint(folder, None).has_table:
+            wanted += " of a run: what is there has no training state, so load its weights alone (from_parallelized)"
+        raise CheckpointError(f"{folder} holds no {wanted}")
     return loaded
 
 
@@ -272,10 +278,9 @@ def _load_newest(
     damaged: dict[str, str] = {}
 
     def look() -> list[str]:
-        checkpoints = [] if world.rank or not os.path.isdir(folder) else find_checkpoints(folder)
-        return [
-            checkpoint.path for checkpoint in checkpoints if which in (LATEST, checkpoint.step) and checkpoint.has_table
-        ]
+        found = [] if world.rank or not os.path.isdir(folder) else find_checkpoints(folder)
+        of_run = [checkpoint for checkpoint in found if checkpoint.path != folder or checkpoint.is_of_run]
+        return [checkpoint.path for checkpoint in of_run if which in (LATEST, checkpoint.step) and checkpoint.has_table]
 
     for path in world.together(f"looking for checkpoints to load from {folder}", look)[0]:
         try:

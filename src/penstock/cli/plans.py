@@ -388,13 +388,28 @@ def fit(
         linear = names_to_adapt(subject) if any(map(stacks_of, subject.modules())) else None
         recipes = recipes_of(lora_rank, not without, linear)
         profiles = profiles_of(subject, recipes, microbatch, length, fastest, dpo)
-        all_ways = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name)
+        in_parts = not dpo and _may_share_sequences(subject)
+        all_ways = ways(profiles, cluster, num_microbatches, named_schedule(schedule).name, in_parts)
     samples = num_microbatches * microbatch
     if lora_rank is None and not any(way.plan for way in all_ways):
         about += "; adapters may fit (--lora-rank 16)"
     print(fit_text(all_ways, about, samples, None if inputs else length * (1 + dpo), checkpointing, every_way))
     if plot is not None:
         print(f"drawn to {draw_memory(all_ways, plot)}")
+
+
+def _may_share_sequences(model: nn.Module) -> bool:
+    """Whether `context_parallel_size` is offered: to models that are known to have one sequence, and a loss over its
+    tokens. What a run then refuses shows only when it computes."""
+    from transformers import PreTrainedModel
+
+    from penstock.context_parallel.apply import refuse_model
+
+    with suppress(NotImplementedError):
+        refuse_model(model)
+        assert isinstance(model, PreTrainedModel)
+        return model.can_generate() and not model.config.is_encoder_decoder
+    return False
 
 
 def recipes_of(lora_rank: int | None, bfloat16: bool = True, linear: list[str] | None = None) -> list[Recipe]:

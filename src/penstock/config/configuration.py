@@ -86,6 +86,9 @@ class Configuration:
     trace_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        for key in ("schedule", "trace"):
+            if isinstance(path := getattr(self, key), os.PathLike):
+                object.__setattr__(self, key, os.fspath(path))
         for key in _ALLOWED:
             check_value(key, getattr(self, key), f"{SECTION}.")
             object.__setattr__(self, key, _plain(getattr(self, key)))

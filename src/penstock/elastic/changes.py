@@ -93,7 +93,7 @@ class ChangeRecords:
                 since the epoch.
         """
         lost, left, joined = tuple(following.lost), tuple(following.left), tuple(following.joining)
-        if self._change is not None and self._has_formed:
+        if self._change is not None and self._has_formed:  # it was hit while what it lost was done again
             self._interrupted.append(self._change)
         elif self._change is not None:  # its generation was lost before it formed here: this one has followed instead
             lost, left = (*self._change.lost, *lost), (*self._change.left, *left)

@@ -50,7 +50,8 @@ class MemberReport(MemberMessage):
         committed: how many updates it has made.
         calls: how many calls it has completed since the last of these.
         dropped: of how many of them it has dropped the gradients.
-        leaving: whether it is about to leave: it is part of the next generation only to hand over what it has.
+        leaving: whether it is about to leave: then it is not in the next generation, unless all leave, and must hand
+            over to those who join (`Generation.handing_over`).
         suspects: the members that it takes to be lost.
         held: the names of the units whose values it has.
         ready: whether it is between two steps, where others can join.
@@ -82,7 +83,7 @@ class Generation(MemberMessage):
         dropped: of how many of these all of them have dropped the gradients.
         pipelines: for each pipeline its stages (lists of units) and its microbatches.
         reason_to_stop: why the run cannot go on; empty if it can.
-        lost, left: the members of the generation before that are not in this one, but for those that are to ask again.
+        lost, left: the members of the generation before that are not in this one, except those that are to ask again.
         seconds: how long planning its layout took.
         restore: the checkpoint that values come from, empty if they come from the members.
         fresh: whether all of them are between two steps.
@@ -224,6 +225,8 @@ class Log:
     def to_repeat(self, calls: int, dropped: int, drop: Callable[[], None]) -> tuple[list[LoggedCall], int]:
         """What this rank repeats, and the number of the training step with which it begins. `calls`, `dropped`: how
         many calls all ranks have completed, and of how many they have dropped the gradients."""
+        # Gradients of calls before `self.dropped` are dropped here, but not yet on all ranks: those calls are repeated,
+        # as others need this rank for them, and their gradients dropped once more.
         kept = {n: call for n, call in self.calls.items() if n >= calls or (call.trains and n >= dropped)}
         before = [call for number, call in kept.items() if number < self.dropped]
         after = [call for number, call in kept.items() if number >= self.dropped]

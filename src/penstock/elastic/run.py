@@ -135,6 +135,7 @@ class ElasticRun:
         return result
 
     def _run_logged(self, call: LoggedCall) -> Any:
+        # The vote on the last update found that members wish to come or go: they do so before the first step after it.
         while self._change_due and call.trains and not self._log.training:
             self._change_members()
         while True:

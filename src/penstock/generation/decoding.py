@@ -2,15 +2,15 @@
 
 Every rank runs the same code, such as generate(), and runs each forward to its end. A stage receives its values when
 the forward first needs them, sends its own as soon as they are there, and goes on with placeholders; then the last
-stage's result goes to every other rank. So all ranks have the same values, and what could make them differ is shared:
-the random state, decisions, errors.
+stage's result goes to every other rank, or with `tokens_only` the tokens that are chosen of it. So all ranks go on
+alike, and what could make them differ is shared: the random state, decisions, errors.
 
 The code may run once for each of several groups of a batch, in threads (see `turns`). A rank passes the turn on where a
 forward goes to other ranks: when it has sent its part, between two of its stages, and, on the rank of the last stage,
-before it receives. So another group's forward is under way while this one's is on other ranks. The last rank, which has
-the most to do, asks for its messages before that turn where it may (see `P2PChannels.receives_ahead`), and finds them
-there. Which stage of which group is due when follows from a clock that all ranks have alike (`Clock`), so no two ranks
-wait for each other, and messages of different groups need not be told apart.
+before it receives. So another group's forward is under way while this one's is on other ranks. The last rank has the
+most to do: where `P2PChannels.receives_ahead` allows it, it posts its receives before it passes the turn on, and they
+are over when its turn comes again. Which stage of which group is due when follows from a clock that all ranks have
+alike (`Clock`), so no two ranks wait for each other, and messages of different groups need not be told apart.
 """
 
 from __future__ import annotations

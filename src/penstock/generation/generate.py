@@ -1,8 +1,9 @@
 """generate() over the stages of a pipeline: transformers' own, run by every rank on the same values.
 
 Each rank runs generate() itself, for each group of the batch; what it would call, the model and its encoder, runs on
-all stages and gives every rank the same result. So every decision that follows is the same on every rank, and what
-could make them differ is shared: the random state, chosen tokens, the verdicts of stopping criteria, errors.
+all stages, and every rank gets the result, or only the tokens that are chosen of it. So every decision that follows is
+the same on every rank, and what could make them differ is shared: the random state, chosen tokens, the verdicts of
+stopping criteria, errors.
 """
 
 from __future__ import annotations

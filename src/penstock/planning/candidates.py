@@ -20,7 +20,7 @@ from penstock.simulation.simulate import Costs, gradients_ready, simulate
 # With so many microbatches for each rank a step is as much later than by formula as with any more.
 STEADY = 2
 # In pipelines of more ranks a lean schedule is skipped if an earlier one fits that has the same stages on each rank and
-# splits the backward alike: it holds more for less of a bubble.
+# splits the backward alike: the earlier one holds more for less of a bubble.
 SHALLOW = 8
 # A simulated step has at most so many actions on all ranks of a pipeline; candidates with longer ones are left out.
 MOST_ACTIONS = 60_000

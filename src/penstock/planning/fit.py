@@ -89,12 +89,14 @@ def ways(
     cluster: Cluster,
     num_microbatches: int,
     schedule: str = PLAIN,
+    in_parts: bool = True,
 ) -> list[Way]:
-    """Every recipe, with each of what else may be switched on, and whether it fits."""
+    """Every recipe, with each of what else may be switched on, and whether it fits. `in_parts`: whether devices may
+    share sequences."""
     all_ways = []
     for recipe, chunk, profile in profiles:
         whole = Job(profile, cluster, num_microbatches, schedules=(schedule,))
-        for size in CONTEXT_PARALLEL_SIZES if "length" in profile.about else CONTEXT_PARALLEL_SIZES[:1]:
+        for size in CONTEXT_PARALLEL_SIZES if in_parts and "length" in profile.about else CONTEXT_PARALLEL_SIZES[:1]:
             job = share_sequences(whole, size)
             if job is None:
                 continue

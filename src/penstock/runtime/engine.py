@@ -372,8 +372,10 @@ class Engine:
         batch: BatchInWords | None = None,
     ) -> Iterator[Mapping[int, Sequence[int]]]:
         """Around what the ranks of `among` do together: it begins on all of them or on none, and no signal tears it.
-        Gives what the ranks of this pipeline said, or of plain numbers what all of `among` said, unless a call of
-        `WITH_EQUAL_NUMBERS` found them equal. `batch` tells of this rank's batch."""
+        `batch` tells of this rank's batch.
+
+        Gives what was said, by rank: of `Settings` by the ranks of this pipeline, of plain numbers by all of `among`;
+        nothing of numbers that a call of `WITH_EQUAL_NUMBERS` has found equal."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:

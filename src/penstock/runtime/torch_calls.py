@@ -192,7 +192,8 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     if not engines:
         return
     depends_on = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
-    if depends_on is Dependence.PARAMETERS and all(engine.layout.world_size == 1 for engine in engines):
+    alone = all(engine.layout.world_size == 1 for engine in engines)
+    if depends_on is Dependence.PARAMETERS and not _are_divided(engines) and (closure is None or alone):
         return
     if depends_on is Dependence.RANKS:
         raise NotImplementedError(
@@ -202,7 +203,7 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
         )
     instead, ids = "", set(map(id, parameters))
     if depends_on is Dependence.PARAMETERS:
-        how = "lets updates depend on other parameters, or runs the model, but each rank has but its stages and samples"
+        how = "lets updates depend on other parameters, or runs the model, but each rank has only its own part"
         instead = " (clip gradients before step(), or in it also if there are none, if it does that)"
     elif depends_on is Dependence.MATRIX and any(
         weight.sliced and id(weight.parameter) in ids for engine in engines for weight in engine.held
@@ -218,19 +219,22 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
 
 
 def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Dependence:
-    """What a trial shows of an optimizer. Torch's own are not tried. Nor is any where every rank has all parameters,
-    with their gradients: there a dependence does no harm."""
-    divided = any(
-        engine.layout.world_size > len(engine.layout.pipelines) or any(weight.owners for weight in engine.held)
-        for engine in engines
-    )
-    if not divided or _is_torchs(type(optimizer)):
+    """What a trial shows of an optimizer. Torch's own are not tried."""
+    if not _are_divided(engines) or _is_torchs(type(optimizer)):
         return Dependence.NOTHING
     num_groups, depends_on = _tried.get(optimizer, (0, Dependence.NOTHING))
     if num_groups != len(optimizer.param_groups):
         depends_on = dependence(optimizer, engines[0].device)
         _tried[optimizer] = len(optimizer.param_groups), depends_on
     return depends_on
+
+
+def _are_divided(engines: Sequence[Engine]) -> bool:
+    """Whether some rank lacks parameters, or updates only some: else a dependence on others does no harm."""
+    return any(
+        engine.layout.world_size > len(engine.layout.pipelines) or any(weight.owners for weight in engine.held)
+        for engine in engines
+    )
 
 
 def clips_in_step(optimizer: Optimizer, device: torch.device) -> bool:
@@ -250,7 +254,7 @@ def _known_dependence(kind: type[Optimizer], closure: Any) -> Dependence:
     if not names.isdisjoint(OVER_ALL_RANKS):
         return Dependence.RANKS
     needs_closure = "closure" in step_takes and step_takes["closure"].default is inspect.Parameter.empty
-    # torch's own call it once, before the update.
+    # torch's own call it once, before the update; but for LBFGS, which is known by its name.
     used = closure is not None and not _is_torchs(kind)
     if needs_closure or used or not names.isdisjoint(OVER_ALL_PARAMETERS):
         return Dependence.PARAMETERS

@@ -26,11 +26,11 @@ AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
 PLAIN, DEFERRING, ZERO_BUBBLE_V = "1f1b", "zb-h1", "zb-v"
-# With so many microbatches for each rank a schedule of the papers holds as much as with any more, or it holds all.
+# From so many microbatches for each rank on, what a schedule of the papers holds no longer grows, unless it holds all.
 DEEP = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NamedSchedule:
     """A kind of schedule, for any number of ranks and microbatches.
 
@@ -41,7 +41,7 @@ class NamedSchedule:
         summary: what is special about it, in a few words.
         source: the paper that it is from.
         bubble: how long p ranks wait in a step of m microbatches, in words. F, B and W are a rank's times for one.
-        held: how many microbatches rank r holds at most, in words: those of each of its stages, divided by its stages.
+        held: how many microbatches rank r holds at most, in words: summed over its stages, divided by their number.
         live: the same, from the number of ranks, r and the number of microbatches; None: counted in the actions, which
             takes the planner longer.
         planned: whether the planner tries it. Not if another one takes as long and holds less.
@@ -139,10 +139,10 @@ def register_schedule(
 
     Args:
         name: a new one.
-        make: gives the schedule for any number of ranks, from two, and of microbatches, from one; `stages_per_rank`,
-            too, if it has a parameter of that name. Evaluations, the planner, and the ranks that are left after a loss
-            ask for other numbers than those of a step. Each schedule that it gives is validated. Which ranks hold
-            which stages may not depend on the number of microbatches.
+        make: gives the schedule for any number of ranks, from two (one rank has nothing to overlap, and takes 1F1B),
+            and of microbatches, from one; `stages_per_rank`, too, if it has a parameter of that name. Evaluations, the
+            planner, and the ranks that are left after a loss ask for other numbers than those of a step. Each schedule
+            that it gives is validated. Which ranks hold which stages may not depend on the number of microbatches.
         summary: what is special about it, in a few words.
 
     Returns:
@@ -213,7 +213,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         ScheduleError: a registered maker gives none for these numbers, or one that cannot run, or that has its stages
             elsewhere than with one microbatch or in another number per rank.
     """
-    row = named_schedule(name)
+    row = named_schedule(PLAIN if num_ranks == 1 and is_own(name) else name)
     if num_ranks < 1:
         raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
     if num_microbatches < 1:
@@ -299,7 +299,7 @@ def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: in
         rank: one of them, counted from 0.
         num_microbatches: microbatches per step.
     """
-    row = named_schedule(name)
+    row = named_schedule(PLAIN if num_ranks == 1 and is_own(name) else name)
     if row.live is not None:
         return min(row.live(num_ranks, rank, num_microbatches), num_microbatches)
     most = _counted(row, num_ranks, min(num_microbatches, DEEP * num_ranks))[rank]

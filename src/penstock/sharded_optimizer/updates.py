@@ -51,8 +51,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """Before each step of any optimizer: let it pass over what this rank does not own."""
     engines = engines_of(parameter for group in optimizer.param_groups for parameter in group["params"])
     begun_in = [(id(engine.parts), engine.step_number) for engine in engines]
-    if _under_way.get(optimizer) == begun_in:  # a step has called its base class's, around which torch calls hooks, too
-        return
+    if _under_way.get(optimizer) == begun_in:
+        return  # this is its base class's step, called inside its own; torch runs hooks around both
     for handle in _hooks.pop(optimizer, []):  # of an earlier step, perhaps of a model that is gone
         handle.remove()
     for engine in engines:

@@ -42,8 +42,8 @@ def adapter_of(trainer: Trainer, mixin: type[Trainer]) -> TrainerAdapter:
     its own.
 
     Raises:
-        ValueError: there is none for a trainer of TRL's with a loss of its own, or without one but with a whole step of
-            its own, or for a class that changes such a loss; names it.
+        ValueError: there is none, and names the class: it is a trainer of TRL's with a loss or a whole step of its own
+            for which Penstock has no adapter, or one that changes the loss of another trainer of TRL's.
     """
     above, below = _around(mixin, type(trainer).__mro__)
     owners = [cls for cls in (*above, *below) if "compute_loss" in vars(cls)]

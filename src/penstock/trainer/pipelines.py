@@ -1,6 +1,6 @@
 """Over which pipelines a Trainer trains: `EqualPipelines`, all of as many stages, or a plugin's.
 
-The mixin asks its `pipelines` wherever these differ; whether it has a plugin, only to make them."""
+The mixin asks its `pipelines` wherever these differ. Whether there is a plugin it asks once, when it makes them."""
 
 from __future__ import annotations
 

@@ -130,10 +130,10 @@ class TrainerAdapter:
         its part of the sum already. Another one is a mean of its own, and the step's loss is the mean of these: over
         the batches of an accumulation, and over those of the pipelines, unless the engine has averaged over these.
         """
-        if NUM_ITEMS in inputs:
-            return 1
-        batches: int = self.trainer.current_gradient_accumulation_steps
-        return batches * self.engine.layout.num_replicas if self.engine.own_means else batches
+        of_all = NUM_ITEMS in inputs
+        scaled = self.trainer.loss_is_scaled_for_ga  # what the user's class says of an accumulation, if it does
+        batches: int = 1 if (of_all if scaled is None else scaled) else self.trainer.current_gradient_accumulation_steps
+        return batches * self.engine.layout.num_replicas if self.engine.own_means and not of_all else batches
 
     def metrics(self, inputs: Mapping[str, Any]) -> Metrics:
         """What is logged of a batch, as the Trainer has prepared it, besides the loss. In a training step it is asked

@@ -48,9 +48,10 @@ class Message(IntEnum):
 
 
 NAMES = ("headers", "activations", "presence of gradients", "losses", "gradients", "headers of results", "results")
-# Each tensor of a message has its own tag. A message of more tensors than this uses tags of the next kinds, too; one of
-# up to ten times as many also those of the next boundary. Only activations and gradients can be more. That is harmless
-# as long as each kind after either, in the order of `Message`, differs from it in one of these:
+# Each tensor of a message has its own tag, so a message of n tensors takes n tags in a row. Only activations and
+# gradients can be more than this: such a message uses tags of the kinds after it, and of the next boundary. No receive
+# is confused, up to ten times this number, as each of these kinds, in the order of `Message`, differs from it in one of
+# these:
 # - the group that it goes by (`Groups.p2p_group`);
 # - the ranks that it goes between, or the way that it goes between them;
 # - the time: results are of a generation, which does not run beside a step.

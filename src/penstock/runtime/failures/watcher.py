@@ -153,6 +153,7 @@ class Watch:
         self.endings.left.add(rank)
         if tells_others:
             self.ring.tell({"left": rank})
+        self.notify()
 
     def _tell_boards(self) -> None:
         for board in list(self._boards):
