@@ -80,6 +80,13 @@ def environment_stays() -> Iterator[None]:
     assert zygote.read_at_import(os.environ) == before
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Forks have the test process's group, too, and tests after this one would meet in it."""
+    yield
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The session's worker processes; see Pool.run."""

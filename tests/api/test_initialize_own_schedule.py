@@ -240,17 +240,24 @@ class Maker:
         return one_at_a_time(num_ranks, num_microbatches)
 
 
-def test_on_one_rank_a_registered_schedule_is_1f1b(registered: None) -> None:
-    register_schedule("of an object", Maker("mine"))
-    for name in (NAME, "of an object"):
-        assert build(name, 1, 3).actions == build("1f1b", 1, 3).actions
-        assert live_microbatches(name, 1, 0, 9) == 1
-        model = penstock.initialize(tiny(), pipeline_parallel_size=1, schedule=name, num_microbatches=2)
-        ids = torch.randint(0, 61, (4, 8))
+def train_on_one_rank(size: int | str) -> float:
+    with mock.patch.dict(SCHEDULES):
+        register_schedule("of an object", Maker("mine"))
+        config = {"pipeline_parallel_size": size, "schedule": "of an object", "num_microbatches": 2}
+        model = penstock.initialize(tiny(), config)
+        ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(1))
         for output in model(input_ids=ids, labels=ids):
             output.loss.backward()
-        assert model.pipeline.last_step.global_loss > 0
-        model.pipeline.close()
+        return model.pipeline.last_step.global_loss
+
+
+def test_on_one_rank_a_registered_schedule_is_1f1b(registered: None, pool: Pool) -> None:
+    assert build(NAME, 1, 3).actions == build("1f1b", 1, 3).actions
+    assert live_microbatches(NAME, 1, 0, 9) == 1
+    ids = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(1))
+    expected = float(tiny()(input_ids=ids, labels=ids).loss)
+    for size in (1, "auto"):
+        assert pool.run(1, train_on_one_rank, size)[0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> None:

@@ -392,7 +392,7 @@ def test_an_optimizer_whose_updates_depend_on_all_parameters_is_refused(pool: Po
         assert text.startswith(f"{kind} lets updates depend on other parameters") and "AdamW" in text
 
 
-def test_in_one_process_an_optimizer_may_depend_on_all_parameters() -> None:
+def step_over_one_rank() -> None:
     with kept_in_double():
         model, plain = parallelize(gpt2().double(), 1, num_microbatches=2), gpt2().double()
         whole = batch("causal", 4)
@@ -413,6 +413,10 @@ def test_in_one_process_an_optimizer_may_depend_on_all_parameters() -> None:
             assert float(mine.step(closure)) == pytest.approx(float(expected.step(plain_closure)), rel=1e-12)  # type: ignore[arg-type]
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_in_one_process_an_optimizer_may_depend_on_all_parameters(pool: Pool) -> None:
+    pool.run(1, step_over_one_rank)
 
 
 def step_over_ranks() -> None:

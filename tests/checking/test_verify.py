@@ -30,6 +30,7 @@ from penstock.runtime.failures.position import Position
 from tests.cli.test_cli import run
 from tests.support.families import FAMILIES
 from tests.support.launch import ROOT
+from tests.support.pool import Pool
 from tests.support.training import cut
 
 pytestmark = pytest.mark.slow
@@ -419,3 +420,14 @@ def said(output: str) -> list[list[str]]:
 def test_a_class_by_its_name_is_made_with_fewer_layers() -> None:
     model = build("T5ForConditionalGeneration", 1, 2, False)
     assert (len(model.encoder.block), len(model.decoder.block)) == (1, 1)
+
+
+def verify_in_a_group() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        penstock.verify(small_gpt2, config={"model_parallelism": {"pipeline_parallel_size": 2}})
+    return str(caught.value)
+
+
+def test_a_process_that_is_in_a_group_is_told_so(pool: Pool) -> None:
+    """Its forks would be in that group, too."""
+    assert "call it in a program of its own, or before initialize()" in pool.run(1, verify_in_a_group)[0]

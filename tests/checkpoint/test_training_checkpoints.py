@@ -300,7 +300,7 @@ def test_what_was_just_saved_is_kept_also_if_there_are_later_steps(tmp_path: Pat
 
 def test_a_folder_that_is_itself_a_checkpoint_may_hold_a_run(tmp_path: Path) -> None:
     model, optimizer = trained(1)
-    parallelize(model, 1).save_parallelized(tmp_path)
+    save_alone(model, tmp_path)
     manager = penstock.CheckpointManager(tmp_path, model=model, optimizer=optimizer, every=1)
     assert manager.resume() == 0
     with pytest.raises(CheckpointError, match="has no training state, so load its weights alone"):

@@ -101,7 +101,7 @@ def verify(
 
     Raises:
         ConfigurationError, ValueError: wrong arguments, a model that does not run unsplit or does not fit in memory.
-        RuntimeError: the GPU is in use in this process: there is no forking it.
+        RuntimeError: the GPU is in use in this process, or it has joined a process group: there is no forking it.
     """
     configuration = Configuration.from_any(config)
     stages = configuration.pipeline_parallel_size
@@ -113,6 +113,11 @@ def verify(
         raise ValueError("layers= is for checkpoints, classes and configurations: your code makes its model itself")
     if torch.cuda.is_initialized():
         raise RuntimeError("verify() forks processes that use the CPU: call it before anything uses the GPU")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "verify() forks processes that form a group of their own: call it in a program of its own, or before "
+            "initialize() and whatever else joins a process group"
+        )
     parts = configuration.context_parallel_size
     ranks = stages * configuration.tensor_parallel_size * parts
     if named:
