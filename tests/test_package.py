@@ -109,9 +109,15 @@ def module_of(file: Path) -> str:
 
 
 @cache
+def trees() -> dict[Path, ast.Module]:
+    """The package's files, parsed."""
+    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
 def imports() -> dict[str, list[Import]]:
     """What each module of the package imports of it."""
-    files = {module_of(file): file for file in sorted(PACKAGE.rglob("*.py"))}
+    files = {module_of(file): (file, tree) for file, tree in trees().items()}
 
     def found(node: ast.AST, package: str, inside: bool, types: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -135,13 +141,13 @@ def imports() -> dict[str, list[Import]]:
     return {
         module: list(
             found(
-                ast.parse(file.read_text()),
+                tree,
                 module if file.stem == "__init__" else module.rpartition(".")[0],
                 False,
                 False,
             )
         )
-        for module, file in files.items()
+        for module, (file, tree) in files.items()
     }
 
 
@@ -165,8 +171,8 @@ def test_the_first_line_of_each_file_says_what_it_is_for() -> None:
 
 def test_no_two_classes_share_a_name() -> None:
     files: dict[str, list[str]] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.parse(file.read_text()).body:
+    for file, tree in trees().items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 files.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     assert {name: where for name, where in files.items() if len(where) > 1} == {}
@@ -190,8 +196,8 @@ def test_no_package_imports_one_above_it() -> None:
 def test_imports_stand_at_the_top_of_a_file() -> None:
     """Aside from commands, which start without torch, and from what need not be installed."""
     inside = set[tuple[str, str]]()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        functions = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef))
+    for file, tree in trees().items():
+        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
         for statement in (one for function in functions for one in ast.walk(function)):
             if isinstance(statement, ast.Import):
                 inside |= {(module_of(file), alias.name) for alias in statement.names}
@@ -260,8 +266,7 @@ OF_LIBRARIES = {
 def test_no_file_uses_the_private_names_of_another() -> None:
     known = set[str]().union(*OF_LIBRARIES.values())
     used, found = set[str](), set[tuple[str, str]]()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(file.read_text())
+    for file, tree in trees().items():
         own = set[str]()
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -287,4 +292,6 @@ def is_private(name: str) -> bool:
 
 def is_own(value: ast.expr) -> bool:
     """Whether an attribute's object is `self`, `cls` or `super()`."""
-    return ast.unparse(value) in ("self", "cls", "super()")
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Name) and value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
