@@ -26,7 +26,8 @@ AUTO = "auto"
 # What "auto" means: where weight gradients are not worth putting off, where they are, and where it also pays to have
 # two stages on each rank.
 PLAIN, DEFERRING, ZERO_BUBBLE_V = "1f1b", "zb-h1", "zb-v"
-# From so many microbatches for each rank on, what a schedule of the papers holds no longer grows, unless it holds all.
+# With so many microbatches for each rank a schedule holds its most. One that still holds all of them is taken to hold
+# all of any number.
 DEEP = 4
 
 
@@ -159,8 +160,7 @@ def register_schedule(
             "end in .csv, as files do"
         )
     row = NamedSchedule(name, make, summary)
-    _stages_per_rank(row)
-    _check_placement(row, _built(row, 2, 4))
+    _check_placement(row, _built(row, 2, 4), _stages_per_rank(row))
     SCHEDULES[name] = row
     return row
 
@@ -206,31 +206,30 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
         stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own number, see
             `default_stages_per_rank`. Another number is for schedules whose maker takes it; of those of the papers
-            that is ``interleaved-1f1b``.
+            that is ``interleaved-1f1b``. A registered schedule is 1F1B on one rank, which holds one stage then.
 
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
         ScheduleError: a registered maker gives none for these numbers, or one that cannot run, or that has its stages
             elsewhere than with one microbatch or in another number per rank.
     """
-    row = named_schedule(PLAIN if num_ranks == 1 and is_own(name) else name)
+    row = named_schedule(name)
     if num_ranks < 1:
         raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
     if num_microbatches < 1:
         raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
-    if stages_per_rank is None or (stages_per_rank == default_stages_per_rank(row.name)):
+    if num_ranks == 1 and row not in _NAMED:
+        return build(PLAIN, 1, num_microbatches)
+    if stages_per_rank in (None, default_stages_per_rank(row.name)):
         made = _built(row, num_ranks, num_microbatches)
-        _check_placement(row, made)
+        _check_placement(row, made, default_stages_per_rank(row.name))
         return made
+    assert stages_per_rank is not None
     if stages_per_rank < 1 or not row.any_stages_per_rank:
         wanted = "at least 1" if row.any_stages_per_rank else str(default_stages_per_rank(row.name))
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
     made = _built(row, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
-    if (given := _equal_share(made)) != stages_per_rank:
-        raise ScheduleError(
-            f"schedule {name!r} was asked for {stages_per_rank} stages per rank, but its maker gave one with {given}"
-        )
-    _check_placement(row, made, stages_per_rank=stages_per_rank)
+    _check_placement(row, made, stages_per_rank, stages_per_rank=stages_per_rank)
     return made
 
 
@@ -255,10 +254,15 @@ def _built(row: NamedSchedule, num_ranks: int, num_microbatches: int, **more: in
     return replace(made, name=row.name)
 
 
-def _check_placement(row: NamedSchedule, made: Schedule, **more: int) -> None:
-    """Refuse a schedule whose stages are elsewhere than with one microbatch: ranks keep theirs for any number."""
+def _check_placement(row: NamedSchedule, made: Schedule, num_stages: int, **more: int) -> None:
+    """Refuse a schedule of the user's own whose ranks have not so many stages each, or whose stages are elsewhere than
+    with one microbatch: ranks keep theirs for any number."""
     if row in _NAMED:
         return
+    if (given := _equal_share(made)) != num_stages:
+        raise ScheduleError(
+            f"schedule {row.name!r} was asked for {num_stages} stages per rank, but its maker gave one with {given}"
+        )
     with_one = _built(row, made.num_ranks, 1, **more).stage_to_rank
     if made.stage_to_rank != with_one:
         raise ScheduleError(
@@ -303,7 +307,6 @@ def live_microbatches(name: str, num_ranks: int, rank: int, num_microbatches: in
     if row.live is not None:
         return min(row.live(num_ranks, rank, num_microbatches), num_microbatches)
     most = _counted(row, num_ranks, min(num_microbatches, DEEP * num_ranks))[rank]
-    # One that holds all of so many is taken to hold all of any number.
     return num_microbatches if most == DEEP * num_ranks else most
 
 
