@@ -260,6 +260,29 @@ def test_on_one_rank_a_registered_schedule_is_1f1b(registered: None, pool: Pool)
         assert pool.run(1, train_on_one_rank, size)[0] == pytest.approx(expected, rel=1e-6)
 
 
+def uneven_on_three(num_ranks: int, num_microbatches: int) -> Schedule:
+    """One stage on each rank; on three ranks the first has the fourth stage, too."""
+    if num_ranks != 3:
+        return one_at_a_time(num_ranks, num_microbatches)
+    chain = [
+        [f"{stage}F{m}" for stage in range(4)] + [f"{stage}B{m}" for stage in reversed(range(4))]
+        for m in range(num_microbatches)
+    ]
+    of_rank = [[action for each in chain for action in each if int(action[0]) % 3 == rank] for rank in range(3)]
+    return parse_schedule(of_rank)
+
+
+def test_a_registered_schedule_has_as_many_stages_on_each_rank(registered: None) -> None:
+    register_schedule("uneven on three", uneven_on_three)
+    assert build("uneven on three", 2, 4).num_stages == 2
+    with pytest.raises(ScheduleError, match="must put the same number of stages on each rank"):
+        build("uneven on three", 3, 4)
+    register_schedule("of two", lambda p, m, stages_per_rank=2: build("interleaved-1f1b", p, m, stages_per_rank))
+    template = PipelineTemplate("tiny", [["a"], ["b"]])
+    for made in (build("of two", 1, 4), build("of two", 1, 4, 2), schedule_maker(template, "of two")(4)):
+        assert (made.stage_to_rank, made.actions) == ((0, 0), build("interleaved-1f1b", 1, 4).actions)
+
+
 def test_a_schedule_that_is_registered_must_be_able_to_run(registered: None) -> None:
     stuck = Schedule("", 2, 4, (0, 1), one_at_a_time(2, 4).actions[::-1], False)
     for name, make, words in (

@@ -179,6 +179,19 @@ def test_an_optimizer_that_clips_in_its_step_is_refused_before_an_elastic_run_be
     assert not dist.is_initialized()
 
 
+class Lamb(torch.optim.SGD):
+    """timm's, by its name."""
+
+
+@pytest.mark.parametrize("kind", [Lamb, torch.optim.LBFGS])
+def test_an_optimizer_that_depends_on_other_weights_is_refused_before_an_elastic_run_begins(kind: Any) -> None:
+    """Its members may all have the whole model at first."""
+    model: Any = FAMILIES["gpt2"].build()
+    with pytest.raises(NotImplementedError, match=f"with elastic= {kind.__name__} cannot be used: its updates depend"):
+        HeterogeneousParallelPlugin(**ELASTIC).configure(model, kind(model.parameters(), lr=0.1))
+    assert not dist.is_initialized()
+
+
 def test_a_template_of_another_model_is_refused_before_a_process_group_is_made() -> None:
     model: Any = FAMILIES["gpt2"].build()
     modules = PipelineTemplate.get_modules(model)

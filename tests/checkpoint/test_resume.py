@@ -22,7 +22,7 @@ from torch import nn
 import penstock
 from penstock import Booster
 from penstock.checkpoint.contents import merge_checkpoint
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, batch
 from tests.support.hetero import make_plugin, num_ranks, pad, samples
 from tests.support.pool import Pool
 from tests.support.training import kept_in_double
@@ -309,3 +309,26 @@ def test_a_run_of_ones_own_module_goes_on_and_is_merged(pool: Pool, tmp_path: Pa
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "expected"))
     assert found.keys() == expected.keys() and len(found) == 8
     assert all(torch.allclose(found[name], expected[name], rtol=1e-12) for name in found)
+
+
+def evaluate_with_dropout(folder: str, resume: bool) -> list[float]:
+    """Evaluations of a model in training mode, each of which draws masks of its own."""
+    torch.manual_seed(0)
+    gpt2 = FAMILIES["gpt2"].build()
+    gpt2.transformer.drop.p = 0.5
+    model = penstock.initialize(gpt2, {"pipeline_parallel_size": 1})
+    inputs, losses = batch("causal", 4), []
+    if resume:
+        penstock.load_checkpoint(folder, model=model)
+    with torch.no_grad():
+        for _ in range(1 if resume else 2):
+            losses.append(model.train()(**inputs).loss.item())
+            if len(losses) == 1 and not resume:
+                penstock.save_checkpoint(folder, model=model)
+    return losses
+
+
+def test_an_evaluation_after_a_resume_draws_what_it_would_have_drawn(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(1, evaluate_with_dropout, str(tmp_path), False)[0]
+    assert first != second
+    assert pool.run(1, evaluate_with_dropout, str(tmp_path), True)[0] == [second]

@@ -152,6 +152,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
                 function(tmp_path, model=model, **options)
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         penstock.save_checkpoint(tmp_path, model="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is wrapped by OptimizedModule, which changes its names"):
+        penstock.save_checkpoint(tmp_path, model=torch.compile(model), step=1)
     with pytest.raises(ValueError, match="step is missing: without pipelines nobody counts the steps"):
         penstock.save_checkpoint(tmp_path, model=model)
     with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
@@ -303,7 +305,7 @@ def test_a_folder_that_is_itself_a_checkpoint_may_hold_a_run(tmp_path: Path) -> 
     save_alone(model, tmp_path)
     manager = penstock.CheckpointManager(tmp_path, model=model, optimizer=optimizer, every=1)
     assert manager.resume() == 0
-    with pytest.raises(CheckpointError, match="has no training state, so load its weights alone"):
+    with pytest.raises(CheckpointError, match="it holds weights without a training state: load them alone"):
         penstock.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     for number in (7, 8, 9):
         penstock.save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=number, keep_last=2)
@@ -313,8 +315,10 @@ def test_a_folder_that_is_itself_a_checkpoint_may_hold_a_run(tmp_path: Path) -> 
         found = penstock.load_checkpoint(tmp_path, which, model=model, optimizer=optimizer)
         assert found.step == (9 if which == "latest" else 8)
     assert penstock.load_checkpoint(tmp_path / "step-00000008", 8, model=model).step == 8
-    with pytest.raises(CheckpointError, match="holds no checkpoint of step 9"):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 9, but of 8$"):
         penstock.load_checkpoint(tmp_path / "step-00000008", 9, model=model)
+    penstock.save_checkpoint(tmp_path / "step-00000008", model=model, step=4)  # inside of one of a later step
+    assert [found.step for found in find_checkpoints(tmp_path / "step-00000008")] == [8, 4]
     merge_checkpoint(tmp_path, tmp_path / "whole")  # the weights of the folder itself
     assert_holds(transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole"), model)
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config.configuration import Configuration, ConfigurationError
 from penstock.schedule import schedule_names
+from penstock.schedule.text import own_or_named
 
 TUTORIAL_FILE = """// oslo-config.json
 
@@ -106,6 +107,19 @@ def test_lists_and_tuples_say_the_same() -> None:
     rows, other = section(schedule=["0F0,0B0"]), section(schedule=("0F0,0B0",))
     assert Configuration.from_any(rows) == Configuration.from_any(other)
     assert Configuration.from_any(section(split_points=["a"])) == Configuration.from_any(section(split_points=("a",)))
+
+
+def test_rows_of_a_schedule_may_be_lists_of_actions() -> None:
+    given = Configuration.from_any(section(schedule=[["0F0", "0B0"], ["1F0", "1B0"]])).schedule
+    assert own_or_named(given, 2)(1).actions == own_or_named(["0F0,0B0", "1F0,1B0"], 2)(1).actions
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = Configuration.from_any(section(patience=numpy.int64(10), timeout=numpy.float32(0.5)))
+    assert (given.patience, given.timeout) == (10, 0.5)
+    assert type(given.patience) is int and type(given.timeout) is float
+    with pytest.raises(ConfigurationError, match=r"timeout must be a positive number of seconds, or null, got 1000"):
+        Configuration.from_any(section(timeout=1e15))
 
 
 def test_integers_of_numpy_are_integers() -> None:

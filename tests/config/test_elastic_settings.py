@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import Elastic
+from penstock.config.elastic import parse_address
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,7 @@ def test_wrong_settings_of_an_elastic_run_are_named(
     with pytest.raises(error, match=message):
         Elastic(**{"store": "tcp://head:29400", **settings})
     assert Elastic("tcp://head:29400", memory=None).start is None
+
+
+def test_the_address_of_a_folder_may_have_a_space() -> None:
+    assert parse_address(Path("/data/my run").as_uri()) == Path("/data/my run")

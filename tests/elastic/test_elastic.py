@@ -167,19 +167,23 @@ def test_a_part_of_the_model_that_nobody_holds_any_more_is_named(tmp_path: Path)
 
 @pytest.mark.parametrize("place", ["update", "loading"])
 def test_what_nobody_has_any_more_comes_from_the_last_checkpoint(tmp_path: Path, place: str) -> None:
-    """One pipeline without a copy: with each process a part of the model and of the optimizer's state is lost."""
+    """One pipeline without a copy: with each process a part of the model and of the optimizer's state is lost. The loss
+    scale of fp16 comes from there, too."""
+    scaled = {"PLUGIN": json.dumps({"precision": "fp16", "initial_scale": 256.0, "growth_interval": 2})}
+    settings = scaled if place == "update" else {}
     first = "forward" if place == "loading" else place
     more = ["kill@3/loading"] if place == "loading" else []  # then they load once more
     number = 4 + len(more)
     folder, depths = str(tmp_path / "checkpoints"), ",".join(map(str, range(3, number + 1)))
-    run = elastic_runs.Run(tmp_path, 8, number, DEPTHS=depths, COPIES="1", CHECKPOINTS=folder)
+    run = elastic_runs.Run(tmp_path, 8, number, DEPTHS=depths, COPIES="1", CHECKPOINTS=folder, **settings)
     killed, others = run.start(f"kill@5/{first}"), [run.start(*more), *(run.start() for _ in range(number - 2))]
     run.wait()
     survivors = others[len(more) :]
     assert all(member.status == -9 for member in (killed, *others[: len(more)])), run.printed()
-    assert_as_undisturbed(run, survivors)
+    assert_as_undisturbed(run, survivors, **settings)
     for survivor in survivors:
         assert survivor.losses.keys() == set(range(run.steps))
+        assert not settings or survivor.scales[run.steps - 1] == 256.0 * 2 ** (run.steps // 2)
         (change,) = survivor.end["changes"]
         assert change["restored"].endswith("step-00000003") and len(change["lost"]) == 1 + len(more)
         again = {note["step"] for note in survivor.notes if "samples" in note and note["generation"]}

@@ -29,6 +29,7 @@ from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
 from penstock.modeling.graph.whole_inputs import inputs_without_samples
 from penstock.modeling.instrumentation import known_of, record_of
+from penstock.modeling.libraries import wrapper_of
 from penstock.modeling.packed_layers import mark_packed
 from penstock.nested import is_record, walkable
 from penstock.runtime.comm.devices import device_memory, local_device
@@ -191,7 +192,7 @@ def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[st
     )
 
 
-# Classes of torch that wrap a model, by their names, as importing some of them takes long.
+# Of `wrapper_of`, what to do instead.
 WRAPPERS = {
     "OptimizedModule": "torch.compile() made it. Pass the model itself, and call model.compile() afterwards",
     "DistributedDataParallel": "start more processes than stages instead: further pipelines are replicas",
@@ -207,9 +208,8 @@ def check_whole_model(model: Any, caller: str) -> None:
     communication."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a torch.nn.Module, got {type(model).__name__}")
-    for cls in type(model).__mro__:
-        if cls.__module__.startswith("torch.") and cls.__name__ in WRAPPERS:
-            raise TypeError(f"{caller} was given a {cls.__name__}: {WRAPPERS[cls.__name__]}")
+    if (wrapper := wrapper_of(model)) is not None:
+        raise TypeError(f"{caller} was given a {wrapper}: {WRAPPERS[wrapper]}")
     if lazy := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None):
         raise ValueError(
             f"{lazy} of this {type(model).__name__} has no shape yet, as that of a lazy module: call the model once "

@@ -202,7 +202,8 @@ def _announced(
 ) -> tuple[str, str]:
     """What rank 0 prints of the schedule in use, where `asked` was for it, and of the microbatches."""
     written = written_schedule(configuration.schedule)
-    in_use = str(configuration.schedule) if written is None else written.name
+    num_ranks = int(configuration.pipeline_parallel_size)
+    in_use = build_schedule(str(configuration.schedule), num_ranks, 1).name if written is None else written.name
     if configuration.microbatch_size is not None:
         return in_use, f"microbatches of {configuration.microbatch_size}"
     if asked == AUTO and in_use != PLAIN:

@@ -52,7 +52,7 @@ from penstock.runtime.failures.position import PATIENCE_SECONDS
 from penstock.runtime.formation import digest_of, facts_of, new_job
 from penstock.runtime.optimizer import LossScale, PipelineOptimizer
 from penstock.runtime.parts import ScheduleMaker
-from penstock.runtime.torch_calls import clips_in_step
+from penstock.runtime.torch_calls import clips_in_step, depends_on_others
 from penstock.schedule.registry import AUTO
 from penstock.schedule.text import summary
 from penstock.simulation.describe import LayoutDescription, describe_layout
@@ -495,6 +495,11 @@ class HeterogeneousParallelPlugin:
                 f"with elastic= {type(inner).__name__} cannot clip gradients in its step: that needs all ranks, and "
                 "one may be lost in the middle of an update. Give the plugin max_norm, or clip with "
                 "booster.clip_grad_norm"
+            )
+        if depends_on_others(inner, model.device):
+            raise NotImplementedError(
+                f"with elastic= {type(inner).__name__} cannot be used: its updates depend on other parameters or "
+                "ranks, which may be elsewhere after a change. Take one such as torch.optim.AdamW"
             )
         if dataloader is not None and dataloader not in self._loaders:
             raise TypeError("the dataloader was not made by this plugin: make it with plugin.prepare_dataloader(...)")

@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.arguments import check_count
 from penstock.checkpoint.contents import find_checkpoints
+from penstock.checkpoint.model_methods import loss_scale_of
 from penstock.checkpoint.training_checkpoints import (
     Checkpoint,
     Participants,
@@ -119,9 +120,10 @@ class CheckpointManager:
     def newest(self, objects: Mapping[str, Any]) -> tuple[int, str] | None:
         """Step and path of the newest whole checkpoint, as this process sees it; None if there is none, or if this
         manager does not save all of the run's `objects`."""
-        known = [id(value) for value in self._state.values()]
-        objects = {"optimizer": self._state["optimizer"] or self, **objects}
-        if missing := [name for name, value in objects.items() if id(value) not in known]:
+        optimizer = self._state["optimizer"]
+        saved = [id(value) for value in (*self._state.values(), loss_scale_of(optimizer)) if value is not None]
+        missing = [] if optimizer is not None else ["optimizer"]
+        if missing := [*missing, *(name for name, value in objects.items() if id(value) not in saved)]:
             logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
             return None
         if not os.path.isdir(self.folder):

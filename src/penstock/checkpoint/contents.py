@@ -93,8 +93,8 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
-    """The checkpoints in a folder, whole or not: those of steps, the newest first, then the folder itself if it is one.
-    Raises CheckpointError."""
+    """The checkpoints in a folder, whole or not: those of steps, the newest first, and the folder itself if it is one,
+    last unless it is of a step. Raises CheckpointError."""
     folder = os.path.abspath(folder)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no directory")
@@ -106,7 +106,8 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[FoundCheckpoint]:
     every = [FoundCheckpoint(os.path.join(folder, name), step) for step, name in sorted(steps.items(), reverse=True)]
     found = [each for each in every if is_directory(each.path) and not _was_removed(each.path)]
     itself = FoundCheckpoint(folder, _step_of(os.path.basename(folder)))
-    return [*found, itself] if itself.has_table else found
+    newer = [each for each in found if itself.step is None or (each.step or 0) > itself.step]
+    return [*newer, itself, *found[len(newer) :]] if itself.has_table else found
 
 
 def _step_of(name: str) -> int | None:

@@ -311,8 +311,8 @@ class ParallelFormat(SaveFormat):
             if place.is_leader:
                 self._refuse_to_hide(os.path.dirname(folder))
                 self.sides = write_side_files(self.model, folder)
-        once = self.once or not place.in_first_pipeline
-        candidates = [name for part in self._parts.values() for name in part] if once else []
+        writes_unless = self.once or not place.in_first_pipeline
+        candidates = [name for part in self._parts.values() for name in part] if writes_unless else []
         members, values = self._optimizer.members, self._optimizer.values
         settings = described_groups(self._optimizer.groups)
         return SavingReport(place, holdings, candidates, members=members, values=values, settings=settings)

@@ -46,8 +46,11 @@ INDEX = re.compile(
     r"(model(?=\.safetensors)|pytorch_model(?=\.bin)|diffusion_pytorch_model)(\.safetensors|\.bin)"
     rf"\.index(\.{_VARIANT})?\.json"
 )
+# The parts of a checkpoint, and how the names of their files with tensors begin.
+MODEL, TRAINING = "model", "training"
+STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _RANK_FILE = re.compile(
-    rf"(?:pytorch_model|optimizer)_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
+    rf"(?:{'|'.join(STEMS.values())})_tp_[0-9]+_pp_[0-9]+(?:\.({_VARIANT}))?\.(?:bin|safetensors)"
     rf"|training_state(?:\.({_VARIANT}))?\.bin"
 )
 _MAX_NAME = 255
@@ -125,13 +128,9 @@ def is_configuration(name: str) -> bool:
 FORMAT = "penstock parallel checkpoint"
 VERSION = 2  # 1 had the random states of all ranks in the file that every rank reads whole
 
-MODEL = "model"
-TRAINING = "training"
 
 # Between a parameter's name and the name of one of its states, in a file of tensors. No module name contains it.
 SEPARATOR = "//"
-# How the names of the files with tensors begin.
-STEMS = {MODEL: "pytorch_model", TRAINING: "optimizer"}
 _MOST = 64  # dimensions
 _SHOWN = 5
 _Number = Annotated[int, (1, MAX_RANKS)]

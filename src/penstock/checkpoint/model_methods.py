@@ -249,14 +249,17 @@ def loss_scale_of(optimizer: Any) -> LossScale | None:
 
 
 def progress_of(pipeline: Engine) -> RunProgress | None:
-    """What decides the random numbers of the next training step; None before the engine was formed."""
-    return None if pipeline.seed is None else RunProgress(pipeline.seed, pipeline.step_number)
+    """What decides the random numbers of the next step and evaluation; None before the engine was formed."""
+    if pipeline.seed is None:
+        return None
+    return RunProgress(pipeline.seed, pipeline.step_number, pipeline.num_evaluations)
 
 
 def restore_progress(pipeline: Engine, loaded: CommonState) -> None:
     """Go on with the random numbers of the run that was loaded, if it was one over pipelines."""
     if loaded.run is not None:
         pipeline.seed, pipeline.step_number = loaded.run.seed, loaded.run.steps_begun
+        pipeline.num_evaluations = loaded.run.evaluations
 
 
 def save_optimizer_state(optimizer: Any, pipeline: Engine, folder: PathLike) -> None:

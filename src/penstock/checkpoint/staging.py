@@ -7,7 +7,8 @@ folders would lose those, and renaming the files one by one mixes two checkpoint
    file system), and is on disk before the next step.
 2. The small files are put in their places. Then what readers start from is replaced, each in one atomic step: the table
    of contents, the index (of a run after the table), or the single file of weights. A table or an index names the files
-   where they are staged, and readers find them there.
+   where they are staged, and readers find them there. Older files from which readers would start before these are
+   removed then.
 3. The other files are put in their places, and the index is made to name them there. Files of earlier checkpoints,
    which are known by their names, and the staging folder are removed.
 

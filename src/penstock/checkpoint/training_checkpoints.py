@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from penstock.arguments import check_count
-from penstock.checkpoint.contents import FoundCheckpoint, find_checkpoints, remove_older, step_folder
+from penstock.checkpoint.contents import find_checkpoints, remove_older, step_folder
 from penstock.checkpoint.load import checked_weights
 from penstock.checkpoint.model_methods import (
     checkpoint_ranks,
@@ -37,7 +37,7 @@ from penstock.checkpoint.training_state import (
 )
 from penstock.checkpoint.untrusted import CheckpointError, CheckpointMismatch
 from penstock.modeling.instrumentation import record_of
-from penstock.modeling.libraries import base_of
+from penstock.modeling.libraries import base_of, wrapper_of
 from penstock.runtime.comm.rollcall import Call
 from penstock.runtime.recovery import NoRecovery, Recovery
 from penstock.runtime.reforming import engine_of
@@ -113,7 +113,7 @@ def save_checkpoint(
     folder = os.path.abspath(folder)  # of now: an asynchronous save ends later
     model = base_of(model)
     run = Participants(model)
-    if (recovery := run.recovery).repeats and not recovery.in_call:
+    if (recovery := run.recovery).repeats and not recovery.in_call:  # else this is the call made by `_save_repeatedly`
         objects |= {"lr_scheduler": lr_scheduler, "dataloader": dataloader, "scaler": scaler}
         given = {"model": model, "optimizer": optimizer, "extra": extra, "keep_last": keep_last, **objects}
         return _save_repeatedly(recovery, folder, step, asynchronous, partial(save_checkpoint, folder, **given))
@@ -206,10 +206,12 @@ def load_checkpoint(
         folder = os.path.abspath(folder)
         if not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is no directory")
-        wanted = "whole checkpoint" if which == LATEST else f"checkpoint of step {which}"
-        if FoundCheckpoint(folder, None).has_table:
-            wanted += " of a run: what is there has no training state, so load its weights alone (from_parallelized)"
-        raise CheckpointError(f"{folder} holds no {wanted}")
+        found = find_checkpoints(folder)
+        if which != LATEST:
+            steps = ", ".join(str(each.step) for each in found if each.step is not None and each.has_table)
+            raise CheckpointError(f"{folder} holds no checkpoint of step {which}, but of {steps or 'none'}")
+        weights = "; it holds weights without a training state: load them alone, with from_parallelized"
+        raise CheckpointError(f"{folder} holds no whole checkpoint" + weights * any(each.has_table for each in found))
     return loaded
 
 
@@ -292,10 +294,10 @@ def _load_newest(
         except CheckpointError as error:
             damaged[path] = str(error)
             continue
+        _log_damaged(damaged, world)
         with undone_if_it_fails(state):
             world.together(f"restoring the training state to load {path}", apply)
             world.together(f"copying the weights to load {path}", copy_weights)
-        _log_damaged(damaged, world)
         run.restore_progress(common)
         return Checkpoint(path, common.step, common.extra, damaged)
     if damaged:
@@ -318,6 +320,8 @@ class Participants:
     def __init__(self, model: Any) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+        if (wrapper := wrapper_of(model)) is not None:
+            raise TypeError(f"model is wrapped by {wrapper}, which changes its names: give the module inside")
         self.engine = engine_of(model)
         if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

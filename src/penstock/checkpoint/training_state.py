@@ -58,10 +58,11 @@ OPTIONAL = frozenset({LOSS_SCALE})
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is, which decides its dropout."""
+    """How far a run is, which decides its random numbers. `evaluations`: since the latest training step."""
 
     seed: Count
     steps_begun: Count
+    evaluations: Count = 0
 
 
 @dataclass(frozen=True)

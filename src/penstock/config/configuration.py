@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 import difflib
 import json
-import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,8 +228,12 @@ def _is_positive_integer(value: Any) -> bool:
     return _is_integer(value) and value > 0
 
 
+# Seconds: some thirty years, which torch and gloo can count.
+LONGEST = 1e9
+
+
 def _is_positive_number(value: object) -> bool:
-    return type(value) is not bool and isinstance(value, int | float) and 0 < value < math.inf
+    return type(value) is not bool and isinstance(value, Real) and 0 < float(value) <= LONGEST
 
 
 def _is_range(value: object) -> bool:
@@ -248,10 +251,12 @@ def _are_dims(value: object) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples, and numpy's integers as Python's, as a JSON file takes no others."""
+    """Lists as tuples, and numpy's numbers as Python's, as a JSON file takes no others."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
-    return int(value) if _is_integer(value) else value
+    if _is_integer(value):
+        return int(value)
+    return float(value) if type(value) is not bool and isinstance(value, Real) else value
 
 
 # What a value must be, and how an error says this, for each key but the schedule.
@@ -289,7 +294,7 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 def _is_own_schedule(schedule: object) -> bool:
     """Whether this may be a schedule that the user wrote; its content is checked where the number of ranks is known."""
     if isinstance(schedule, list | tuple):
-        return bool(schedule) and all(isinstance(row, str) for row in schedule)
+        return bool(schedule) and all(isinstance(row, str) or _are_names(row) for row in schedule)
     return isinstance(schedule, str) and schedule.endswith(".csv")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from penstock.arguments import check_count, check_number
 from penstock.modeling.pipeline_template import PipelineTemplate
@@ -91,5 +92,5 @@ def parse_address(address: str) -> tuple[str, int] | Path:
     if match := re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d+)/?", address):
         return match[1].strip("[]"), int(match[2])
     if match := re.fullmatch(r"file://(/.+)", address):
-        return Path(match[1])
+        return Path(unquote(match[1]))
     raise ValueError(f"store must be tcp://host:port or file:///folder, got {address!r}")

@@ -45,6 +45,10 @@ class TcpMeeting(Keys):
         """The next of 0, 1, 2, ...: every call of any member gets a different one."""
         return self.ask(lambda: self.store.add(key, 1)) - 1
 
+    def count(self, key: str) -> int:
+        """How many numbers `next_number` has given."""
+        return int(self.get(key) or 0)
+
     def process_store(self, name: str, timeout: datetime.timedelta) -> dist.Store:
         """A torch store in which a world of processes can meet; `name` is that world's."""
         store = dist.PrefixStore(name, self.store)
@@ -88,6 +92,12 @@ class FolderMeeting:
     def next_number(self, key: str) -> int:
         token, number = secrets.token_hex(8), 0
         while self.create(f"{key}/{number}", token) != token:
+            number += 1
+        return number
+
+    def count(self, key: str) -> int:
+        number = 0
+        while self.get(f"{key}/{number}") is not None:
             number += 1
         return number
 

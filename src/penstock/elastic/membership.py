@@ -196,12 +196,12 @@ class Membership:
     def ask_to_join(self) -> None:
         """Ask the members to take this one in, at the end of a step."""
         self.meeting.put(f"join/{self.id}", "1")
-        self.meeting.put("requests", str(self.meeting.next_number("request") + 1))
+        self.meeting.next_number("request")
         tell(self.meeting)
 
     def num_requests(self) -> int:
         """How many requests to change the members there have been."""
-        return int(self.meeting.get("requests") or 0)
+        return self.meeting.count("request")
 
     def refuse(self, member: int, reason: str) -> None:
         """Tell a member that asks to join why it may not."""
@@ -260,7 +260,7 @@ class Membership:
             pulse.forget()
             return
         if pulse.has_news():
-            self.asked = int(meeting.get("requests") or 0)
+            self.asked = meeting.count("request")
             if meeting.get(f"ending/{generation}") is not None:
                 self._tell(generation, "the members change", ())
         if member == self.id or pulse.has_left(member):

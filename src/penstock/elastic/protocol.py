@@ -13,7 +13,8 @@ interleavings of a few members.
 After a loss a member repeats the calls since the last update whose results are lost, or that others have not completed
 (`Log`). Gradients are lost with each change. Ranks make the same calls in the same order, but one may be ahead: it has
 completed a call, and dropped gradients, and is in the next call, while another has only begun the first. No further: a
-call that all take part in ends on none before all have begun it; see `tests/elastic/test_log.py`.
+call that all take part in ends on none before all have begun it; see `tests/elastic/test_log.py`. A load is repeated
+only until it has ended on some member: a loss in the moments until it has ended on all may end the run.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Generation(MemberMessage):
     """A generation, as its members decide on it: the run from one change of its members to the next.
 
     Attributes:
+        number: counted from the run's first generation on.
+        members, joining: their numbers, in the order of ranks; those of them that come new.
         step: how many updates all of them have made when it begins.
         calls: of the calls since then, how many all of them have completed.
         dropped: of how many of these all of them have dropped the gradients.

@@ -49,6 +49,7 @@ class ElasticRun:
     """This process's part in a run, once the engine of its first generation stands.
 
     Attributes:
+        generations, engine: this process's place among the members; what computes on it, in every generation.
         step: how many updates were made; the engine's `step_number` counts the steps that were begun.
         on_layout: takes up a generation's layout; gives it with the schedules of this rank's pipeline.
         states: of what belongs to the model and is the user's, such as the optimizer.
@@ -184,10 +185,12 @@ class ElasticRun:
             )
         position, restored, trains = batches.position, self.num_restored, torch.is_grad_enabled()
 
+        # After going back to a checkpoint the loader stands elsewhere: the step takes the batch there, or if the epoch
+        # has ended there, the first of the next one.
         def once() -> T:
             nonlocal position, restored
             moved = trains and restored != self.num_restored
-            if moved:  # the loader went back to its position in the checkpoint
+            if moved:
                 position, restored = batches.position, self.num_restored
             batches.seek(position)
             with torch.set_grad_enabled(trains), contextlib.nullcontext() if pause is None else pause():
@@ -196,7 +199,7 @@ class ElasticRun:
                 except StopIteration:
                     if not moved:
                         raise
-                    batches.follow()  # into the next epoch
+                    batches.follow()
                     position = batches.position
                     return step(next(batches))
 
@@ -288,7 +291,8 @@ class ElasticRun:
 
     def _change_members(self) -> None:
         """Between two steps: take in those who asked to join, and let those go who asked to leave."""
-        self.records.redone()  # the record of the change before, if it was made only so that leavers could hand over
+        # Close the record of a change that only kept leavers for a hand-over: nothing was done again after it.
+        self.records.redone()
         self._change_due = False
         leaving = self.generations.membership.wants_to_leave
         try:
@@ -425,13 +429,13 @@ class ElasticRun:
             following.step,
             following.restore,
         )
+        before, self.in_call = self.in_call, True
         try:
-            self.in_call = True
             self.last_resort.go_back(following.step)
         except ValueError as error:
             raise RunEnded(f"the run cannot go on: {error}") from error
         finally:
-            self.in_call = False
+            self.in_call = before
         self._restoring = self._going_back = False
         self._log.go_back(self.engine.step_number)  # again, as loading has set another
         change.seconds["move"] += time.perf_counter() - started

@@ -37,6 +37,19 @@ def is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+# Classes of torch that wrap a model, by their names, as importing some of them takes long.
+_WRAPPERS = {
+    *("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"),
+    "ScriptModule",
+}
+
+
+def wrapper_of(model: nn.Module) -> str | None:
+    """The class of torch by which a model is wrapped, such as DistributedDataParallel; None if it is not."""
+    names = (cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch."))
+    return next((name for name in names if name in _WRAPPERS), None)
+
+
 def base_of(model: Any) -> Any:
     """The model inside a PeftModel, adapters included; any other model itself."""
     return model.get_base_model() if is_peft_model(model) else model

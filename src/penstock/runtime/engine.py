@@ -374,8 +374,8 @@ class Engine:
         """Around what the ranks of `among` do together: it begins on all of them or on none, and no signal tears it.
         `batch` tells of this rank's batch.
 
-        Gives what was said, by rank: of `Settings` by the ranks of this pipeline, of plain numbers by all of `among`;
-        nothing of numbers that a call of `WITH_EQUAL_NUMBERS` has found equal."""
+        Gives what was said, by rank: of plain numbers by all of `among`; of `Settings`, and of numbers that a call of
+        `WITH_EQUAL_NUMBERS` has found equal, by the ranks of this pipeline."""
         self.refuse_if_over()
         self.parts.open_step.refuse(str(call))
         if call in COMPUTING:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from penstock.modeling.instrumentation import known_of
 from penstock.runtime.comm.rollcall import Call
+from penstock.runtime.engine import Engine
 from penstock.runtime.gradients.holders import HeldParameter
 from penstock.runtime.optimizer_trial import Dependence, clips, dependence, inner_function
 
@@ -47,7 +48,6 @@ OVER_ALL_RANKS = {"ZeroRedundancyOptimizer", "OSS", "DeepSpeedZeroOptimizer", "D
 # columns, products with itself.
 OVER_MATRICES = {"Adafactor", "LAMB", "LARS", "Muon", "Shampoo", "SOAP"}
 
-Engine = Any  # `engine.Engine`, which imports this
 # Whether a call of `clip_grad_norm_` that is under way was given one parameter.
 _alone = ContextVar("_alone", default=False)
 
@@ -192,18 +192,17 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     if not engines:
         return
     depends_on = max(_known_dependence(type(optimizer), closure), _seen_dependence(optimizer, engines))
-    alone = all(engine.layout.world_size == 1 for engine in engines)
-    if depends_on is Dependence.PARAMETERS and not _are_divided(engines) and (closure is None or alone):
-        return
     if depends_on is Dependence.RANKS:
         raise NotImplementedError(
             f"{kind} divides its state among all ranks, or exchanges something else between them, as if they were "
             "replicas, but each has parameters of its own. Take torch.optim.AdamW, and sharded_optimizer=True to "
             "divide its state"
         )
+    # A closure that several processes call would run the model on the samples of each.
+    run_apart = closure is not None and any(engine.layout.world_size > 1 for engine in engines)
     instead, ids = "", set(map(id, parameters))
-    if depends_on is Dependence.PARAMETERS:
-        how = "lets updates depend on other parameters, or runs the model, but each rank has only its own part"
+    if depends_on is Dependence.PARAMETERS and (run_apart or _are_divided(engines)):
+        how = "lets updates depend on other parameters, or runs the model, but each rank has its own part alone"
         instead = " (clip gradients before step(), or in it also if there are none, if it does that)"
     elif depends_on is Dependence.MATRIX and any(
         weight.sliced and id(weight.parameter) in ids for engine in engines for weight in engine.held
@@ -218,6 +217,14 @@ def _refuse_unsupported_optimizer(optimizer: Optimizer, args: Sequence[Any], kwa
     )
 
 
+def depends_on_others(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether an optimizer is known, or a trial on `device` shows it, to let updates depend on other parameters, or on
+    other ranks."""
+    known = _known_dependence(type(optimizer), closure=None)
+    seen = Dependence.NOTHING if _is_torchs(type(optimizer)) else dependence(optimizer, device)
+    return max(known, seen) in (Dependence.PARAMETERS, Dependence.RANKS)
+
+
 def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Dependence:
     """What a trial shows of an optimizer. Torch's own are not tried."""
     if not _are_divided(engines) or _is_torchs(type(optimizer)):
@@ -230,9 +237,12 @@ def _seen_dependence(optimizer: Optimizer, engines: Sequence[Engine]) -> Depende
 
 
 def _are_divided(engines: Sequence[Engine]) -> bool:
-    """Whether some rank lacks parameters, or updates only some: else a dependence on others does no harm."""
+    """Whether some rank lacks parameters, or updates only some, or may come to that when an elastic run's members
+    change: else a dependence on others does no harm."""
     return any(
-        engine.layout.world_size > len(engine.layout.pipelines) or any(weight.owners for weight in engine.held)
+        engine.recovery.repeats
+        or engine.layout.world_size > len(engine.layout.pipelines)
+        or any(weight.owners for weight in engine.held)
         for engine in engines
     )
 

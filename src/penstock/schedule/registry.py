@@ -140,10 +140,12 @@ def register_schedule(
 
     Args:
         name: a new one.
-        make: gives the schedule for any number of ranks, from two (one rank has nothing to overlap, and takes 1F1B),
-            and of microbatches, from one; `stages_per_rank`, too, if it has a parameter of that name. Evaluations, the
-            planner, and the ranks that are left after a loss ask for other numbers than those of a step. Each schedule
-            that it gives is validated. Which ranks hold which stages may not depend on the number of microbatches.
+        make: gives the schedule for any number of ranks, from two, and of microbatches, from one. One rank has nothing
+            to overlap, and takes 1F1B with as many stages. If it has a parameter `stages_per_rank`, it serves any
+            number of these, too. Evaluations, the planner, and the ranks that are left after a loss ask for other
+            numbers than those of a step. Each schedule that it gives is validated: it puts as many stages on each rank,
+            the same ones for any number of microbatches, and has the backwards of a rank's last stage in the order of
+            the microbatches.
         summary: what is special about it, in a few words.
 
     Returns:
@@ -206,7 +208,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         num_microbatches: microbatches per step, at least 1, be it below `num_ranks` or not a multiple of it.
         stages_per_rank: stages that each rank holds. ``None`` takes the schedule's own number, see
             `default_stages_per_rank`. Another number is for schedules whose maker takes it; of those of the papers
-            that is ``interleaved-1f1b``. A registered schedule is 1F1B on one rank, which holds one stage then.
+            that is ``interleaved-1f1b``. On one rank a registered schedule is 1F1B with as many stages.
 
     Raises:
         ValueError: an unknown name, or a number that the schedule cannot have.
@@ -219,7 +221,8 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
     if num_microbatches < 1:
         raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
     if num_ranks == 1 and row not in _NAMED:
-        return build(PLAIN, 1, num_microbatches)
+        stages = stages_per_rank or default_stages_per_rank(row.name)
+        return build(PLAIN if stages == 1 else "interleaved-1f1b", 1, num_microbatches, stages)
     if stages_per_rank in (None, default_stages_per_rank(row.name)):
         made = _built(row, num_ranks, num_microbatches)
         _check_placement(row, made, default_stages_per_rank(row.name))

@@ -148,7 +148,9 @@ def own_or_named(source: str | Path | Rows, num_ranks: int) -> Callable[[int], S
         assert isinstance(source, str)
         return partial(build, source, num_ranks)
     if written.num_ranks != num_ranks:
-        raise _made_for_other_sizes(written, num_ranks, written.num_microbatches)
+        raise ScheduleError(
+            f"schedule {written.name!r} is written for {written.num_ranks} ranks, but the pipeline has {num_ranks}"
+        )
 
     def make(num_microbatches: int) -> Schedule:
         return written if num_microbatches == written.num_microbatches else forwards_only(written, num_microbatches)

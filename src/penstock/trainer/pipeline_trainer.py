@@ -69,11 +69,10 @@ REFUSED_IF_SET = {
 def replaces_trainer_method(ours: Callable[..., Any]) -> Any:
     """Makes `ours`, a method of the mixin, replace the Trainer's method of its name, for the mixin's objects.
 
-    The mixin comes first in the order of classes, but a class behind it that has the method, too, such as TRL's, runs
-    before `ours`, which its `super()` call reaches in the place of the Trainer's. So the class `Trainer` has `ours`
-    while the method runs, in the whole process. Other trainers still find their own method: `instead` looks who calls.
-    Calls may be nested, as in a callback that trains a second model. They may not overlap in two threads; neither could
-    what two threads of one rank send."""
+    `ours` stands in for `Trainer`'s own method, last in the order of classes: methods of TRL's or the user's classes
+    run first, and reach it by `super()`. So the class `Trainer` has `ours` while the method runs, in the whole process.
+    Other trainers still find their own method: `instead` looks who calls. Calls may be nested, as in a callback that
+    trains a second model. They may not overlap in two threads; neither could what two threads of one rank send."""
     name = ours.__name__
 
     @functools.wraps(ours)

@@ -2,8 +2,8 @@
 
 A channel is one kind of message over one boundary, and a rank's end of it either sends or receives. Its messages arrive
 in the order they were sent. On gloo a payload moves only once its receive is posted, so receives are posted far ahead,
-and each channel has its own tag. NCCL has no tags, and posting a receive starts a kernel that runs until the message is
-there: losses and gradients share a group, in the one order in which both sides come to them, and receives are posted
+and each channel has its own tags. NCCL has no tags, and posting a receive starts a kernel that runs until the message
+is there: losses and gradients share a group, in the one order in which both sides come to them, and receives are posted
 where the program says (see `penstock.schedule.communication`). Headers are for hosts, so they go over gloo.
 
 Where the receiver knows how many tensors a message has, but not their shapes, a header goes before it, with a row for
@@ -49,9 +49,9 @@ class Message(IntEnum):
 
 NAMES = ("headers", "activations", "presence of gradients", "losses", "gradients", "headers of results", "results")
 # Each tensor of a message has its own tag, so a message of n tensors takes n tags in a row. Only activations and
-# gradients can be more than this: such a message uses tags of the kinds after it, and of the next boundary. No receive
-# is confused, up to ten times this number, as each of these kinds, in the order of `Message`, differs from it in one of
-# these:
+# gradients can be more than this. One of up to ten times as many runs into the tags of the ten kinds after it, where
+# the order of `Message` begins anew with the next boundary. No receive is confused, because each of these kinds differs
+# from it in one of these:
 # - the group that it goes by (`Groups.p2p_group`);
 # - the ranks that it goes between, or the way that it goes between them;
 # - the time: results are of a generation, which does not run beside a step.

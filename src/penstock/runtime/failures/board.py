@@ -142,7 +142,7 @@ class FailureBoard:
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
         keys: of the job's store, those of this board; None if there is nobody to tell.
-        resume: the calls that load what this run has saved last, by what they load.
+        resume: the calls that load what this run has saved or loaded last, by what they load.
 
     Args:
         watch: this process's `watcher.Watch`, None if there is nobody to watch.

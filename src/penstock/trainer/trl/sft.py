@@ -37,7 +37,8 @@ class SFT(TrainerAdapter):
         trainer = self.trainer
         if not getattr(trainer, "aux_loss_enabled", False):
             return
-        batches = self.divisor({}) if torch.is_grad_enabled() else 1
+        replicas = self.engine.layout.num_replicas if self.engine.own_means else 1
+        batches = trainer.current_gradient_accumulation_steps * replicas if torch.is_grad_enabled() else 1
         for module in trainer.model.modules():
             if hasattr(module, "router_aux_loss_coef"):
                 module.router_aux_loss_coef = trainer.router_aux_loss_coef / batches
