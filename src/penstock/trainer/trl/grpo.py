@@ -36,12 +36,13 @@ REFUSED_IF_SET = {
     "entropy_coef": "leave it out: the mean of the entropy is another one than the loss's",
     "use_adaptive_entropy": "leave it out: the mean of the entropy is another one than the loss's",
 }
-# The same of what the trainer is given, by the name of its attribute.
+# The same of what the trainer is given. It keeps `environment_factory` under another name.
 REFUSED_IF_GIVEN = {
     "rollout_func": "every rank of a pipeline would call it: leave it out",
-    "environment_factories": "every rank of a pipeline would run the environments: leave environment_factory out",
+    "environment_factory": "every rank of a pipeline would run the environments: leave it out",
     "tools": "every rank of a pipeline would call them: leave them out",
 }
+ATTRIBUTES = {"environment_factory": "environment_factories"}
 
 
 class GRPO(OwnLoss):
@@ -55,7 +56,7 @@ class GRPO(OwnLoss):
         super().refuse_arguments(args)
         for owner, refused in ((args, REFUSED_IF_SET), (self.trainer, REFUSED_IF_GIVEN)):
             for name, instead in refused.items():
-                if getattr(owner, name, None):
+                if getattr(owner, ATTRIBUTES.get(name, name), None):
                     raise not_over_pipelines(name, instead)
         if args.top_entropy_quantile < 1:
             raise not_over_pipelines("top_entropy_quantile", "it compares the tokens of the whole batch: leave it out")
