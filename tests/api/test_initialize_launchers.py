@@ -145,6 +145,7 @@ def test_a_place_outside_the_world_is_refused(rank: str, size: str) -> None:
         ("login1,gpu[03-06]", "login1"),
         ("node7", "node7"),
         ("a-b[1,3]", "a-b1"),
+        ("rack[0-1]_blade[00-03],login1", "rack0_blade00"),
         ("", "127.0.0.1"),
     ],
 )

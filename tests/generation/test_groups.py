@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.support import generation_ranks as ranks
+from tests.support.families import batch, gpt2
 from tests.support.pool import Pool
+from tests.support.training import parallelize
 
 # Every third token ends a sequence, so that rows, and whole groups, end at different lengths.
 ENDING: dict[str, Any] = {"eos_token_id": [*range(2, 97, 3), 52], "pad_token_id": 0}
@@ -138,3 +140,22 @@ def test_a_token_of_a_group_is_one_message_over_each_boundary(pool: Pool) -> Non
     assert first == {"activations between stages 0 and 1": 3 * 4}
     assert second == {"activations between stages 1 and 2": 3 * 4}
     assert last == {"results for pipeline rank 0": 3 * 4, "results for pipeline rank 1": 3 * 4}
+
+
+def generate_to_one_of_several_ends(ends: list[int]) -> torch.Tensor:
+    model = parallelize(gpt2().eval(), 2)
+    ids = batch("causal", 4)["input_ids"]
+    more = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "generation_groups": 2}
+    return model.generate(ids, eos_token_id=torch.tensor(ends), **more)
+
+
+def test_end_tokens_in_a_tensor_are_of_all_samples(pool: Pool) -> None:
+    """There are as many as samples, so they could be taken for one of each."""
+    plain = gpt2().eval()
+    ids = batch("causal", 4)["input_ids"]
+    free = plain.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    ends = [int(row[-3]) for row in free][::-1]  # each sample's stands at another one's place
+    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(ids, eos_token_id=torch.tensor(ends), **given)
+    for found in pool.run(2, generate_to_one_of_several_ends, ends):
+        assert torch.equal(found, expected)

@@ -339,7 +339,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GRPO", {"args": {"use_adaptive_entropy": True}}, "use_adaptive_entropy"),
     ("GRPO", {"rollout_func": len}, "rollout_func"),
     ("GRPO", {"tools": [words_in]}, "tools"),
-    ("GRPO", {"environment_factory": Environment}, "environment_factories"),
+    ("GRPO", {"environment_factory": Environment}, "environment_factory"),
 ]
 
 

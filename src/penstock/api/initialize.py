@@ -78,6 +78,7 @@ def initialize(
 
     Raises:
         ConfigurationError: the configuration is wrong, or asks for sizes that this world or this model do not have.
+        ScheduleError, FileNotFoundError: a schedule of one's own cannot run, or is for other ranks; its file is absent.
         NotImplementedError: the model cannot be split; says why. It is not changed then. What depends on the stages
             and the inputs, such as values that flow backwards, the first call of the model refuses.
         TypeError: `model` is no module, or one that wraps another (torch.compile, DistributedDataParallel);

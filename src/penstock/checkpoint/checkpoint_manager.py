@@ -128,11 +128,12 @@ class CheckpointManager:
             return None
         if not os.path.isdir(self.folder):
             return None
-        checkpoints = (
-            checkpoint
-            for checkpoint in find_checkpoints(self.folder)
-            if checkpoint.fault is None and checkpoint.step is not None
-        )
+        try:
+            found = find_checkpoints(self.folder)
+        except CheckpointError as error:
+            logger.warning("the run cannot go back to a checkpoint: %s", error)
+            return None
+        checkpoints = (checkpoint for checkpoint in found if checkpoint.fault is None and checkpoint.step is not None)
         return next(((checkpoint.step or 0, checkpoint.path) for checkpoint in checkpoints), None)
 
     def go_back(self, step: int) -> None:

@@ -224,7 +224,7 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
         "whole": not faults,
         "faults": faults,
         "model_class": manifest.model_class,
-        "stages": manifest.num_pipeline_ranks,
+        "pipeline_ranks": manifest.num_pipeline_ranks,
         "tensor_parallel_size": manifest.tensor_parallel_size,
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "bytes_of_weights": sum(entry.size for entry in manifest.files.values() if entry.part == MODEL),
@@ -233,7 +233,7 @@ def inspect_checkpoint(path: str, values: bool = True) -> dict[str, Any]:
             {
                 "name": name,
                 "part": entry.part,
-                "stage": entry.pipeline_rank,
+                "pipeline_rank": entry.pipeline_rank,
                 "bytes": entry.size,
                 "tensors": len(entry.tensors),
             }

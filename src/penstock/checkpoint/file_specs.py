@@ -53,8 +53,8 @@ class SavingReport:
 
     Attributes:
         holdings: the tensors that it can give.
-        candidates: names of tensors that this rank writes unless a rank before it does. Where each rank of the first
-            pipeline writes its own, only the other pipelines' ranks have any.
+        candidates: names of tensors of which the first rank that has them writes each. Where every rank of the first
+            pipeline writes its own, those that only the other pipelines' ranks keep.
         wanted: on the leader, the names of those that are saved, if not all are.
         metadata: what a library that packs weights has to say of those of this rank.
         members, values: of its optimizer, see `OptimizerState`.

@@ -50,7 +50,7 @@ def _lines(checkpoint: dict[str, Any], parameters: bool) -> list[str]:
     if "files" not in checkpoint:
         return lines
     shards = checkpoint["tensor_parallel_size"]
-    layout = f"{checkpoint['stages']} pipeline rank(s)" + (
+    layout = f"{checkpoint['pipeline_ranks']} pipeline rank(s)" + (
         f" of {shards} tensor-parallel ranks each" if shards > 1 else ""
     )
     lines.append(f"  {checkpoint['model_class']}, written by {layout}")

@@ -232,8 +232,8 @@ def _is_positive_integer(value: Any) -> bool:
 LONGEST = 1e9
 
 
-def _is_positive_number(value: object) -> bool:
-    return type(value) is not bool and isinstance(value, Real) and 0 < float(value) <= LONGEST
+def _is_positive_number(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, Real) and bool(0 < value <= LONGEST)  # type: ignore[operator]
 
 
 def _is_range(value: object) -> bool:

@@ -48,7 +48,7 @@ class PluginSettings:
     def __post_init__(self) -> None:
         for name in ("tp_size", "microbatch_size", "context_parallel_size"):
             check_count(name, getattr(self, name))
-        if self.precision not in PRECISIONS:
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         check_number("max_norm", self.max_norm)
         if not self.max_norm >= 0:

@@ -237,8 +237,8 @@ class Decoding:
         if len(loops) == 1:
             return [settled[0]()]
         self._clock = Clock.of(self._context.pipeline, len(loops))
-        # A rank that has the last stage alone begins all first forwards, asking for messages, before it runs one: they
-        # are due one forward earlier.
+        # On a rank with only the last stage, all groups first ask for their first messages. So each group's first turn
+        # is one forward earlier.
         forward = -1 if self._context.stages == (self._context.pipeline.num_stages - 1,) else 0
         due = [self._clock.time(forward, number, self._context.stages[0]) for number in range(len(loops))]
         self._turns = Turns(due, self._board.position.follow)

@@ -50,6 +50,9 @@ NEUTRAL = {"guidance_scale": 1}
 
 logger = logging.getLogger("penstock")
 
+# Settings, such as several end tokens in a tensor, are of all samples; only the token that begins may be each sample's.
+OF_ALL_SAMPLES = frozenset(vars(GenerationConfig())) - {"decoder_start_token_id"}
+
 
 def setting(name: str, arguments: Mapping[str, Any], model: Any) -> Any:
     """An option of this generate(): given by itself, in a configuration, or in the model's configuration."""
@@ -107,7 +110,9 @@ def split(arguments: Mapping[str, Any], batch_size: int, number: int) -> tuple[l
     """Each group's arguments, and the samples it has."""
     sizes = microbatch_sizes(batch_size, number)
     ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    return split_batch(arguments, batch_size, sizes), [range(a, b) for a, b in pairwise(ends)]
+    of_all = {name: value for name, value in arguments.items() if name in OF_ALL_SAMPLES}
+    parts = split_batch({name: value for name, value in arguments.items() if name not in of_all}, batch_size, sizes)
+    return [{**part, **of_all} for part in parts], [range(a, b) for a, b in pairwise(ends)]
 
 
 def join(results: Sequence[torch.Tensor], config: GenerationConfig) -> torch.Tensor:
@@ -129,7 +134,11 @@ def batch_size_in(arguments: Mapping[str, Any], model: Any) -> int | None:
     inputs = arguments.get("inputs")
     if isinstance(inputs, torch.Tensor) and inputs.dim():
         return inputs.shape[0]
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor) and value.dim()}
+    tensors = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.dim() and name not in OF_ALL_SAMPLES
+    }
     try:
         return batch_size_of(tensors, getattr(model, "main_input_name", None))
     except ValueError:  # transformers says what is wrong
@@ -155,7 +164,7 @@ def _without_rows(arguments: Mapping[str, Any], model: Any) -> str | None:
     if batch_size is None:
         return "no argument tells the number of samples"
     for name, value in arguments.items():
-        if isinstance(value, (Cache, GenerationConfig)):
+        if isinstance(value, (Cache, GenerationConfig)) or name in OF_ALL_SAMPLES:
             continue
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != batch_size:

@@ -49,7 +49,7 @@ class Way:
     checkpointing: bool  # whether activations are recomputed
     loss_chunk_tokens: int | None
     plan: Plan | None  # the best one; None if the model does not fit
-    larger: Plan | None = None  # if it does not fit: the plan that would need least memory
+    larger: Plan | None = None  # if it does not fit: of the fastest without a limit, the one that needs least memory
     reason: str = ""  # if it does not fit: why
 
     @property

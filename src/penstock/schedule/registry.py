@@ -220,17 +220,17 @@ def build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int
         raise ValueError(f"a pipeline has at least 1 rank, but num_ranks is {num_ranks}")
     if num_microbatches < 1:
         raise ValueError(f"a step has at least 1 microbatch, but num_microbatches is {num_microbatches}")
-    if num_ranks == 1 and row not in _NAMED:
-        stages = stages_per_rank or default_stages_per_rank(row.name)
-        return build(PLAIN if stages == 1 else "interleaved-1f1b", 1, num_microbatches, stages)
-    if stages_per_rank in (None, default_stages_per_rank(row.name)):
-        made = _built(row, num_ranks, num_microbatches)
-        _check_placement(row, made, default_stages_per_rank(row.name))
-        return made
-    assert stages_per_rank is not None
-    if stages_per_rank < 1 or not row.any_stages_per_rank:
-        wanted = "at least 1" if row.any_stages_per_rank else str(default_stages_per_rank(row.name))
+    usual = default_stages_per_rank(row.name)
+    if stages_per_rank not in (None, usual) and (stages_per_rank < 1 or not row.any_stages_per_rank):
+        wanted = "at least 1" if row.any_stages_per_rank else str(usual)
         raise ValueError(f"schedule {name!r} has {wanted} stages per rank, but stages_per_rank is {stages_per_rank}")
+    if num_ranks == 1 and row not in _NAMED:
+        stages = stages_per_rank or usual
+        return build(PLAIN if stages == 1 else "interleaved-1f1b", 1, num_microbatches, stages)
+    if stages_per_rank in (None, usual):
+        made = _built(row, num_ranks, num_microbatches)
+        _check_placement(row, made, usual)
+        return made
     made = _built(row, num_ranks, num_microbatches, stages_per_rank=stages_per_rank)
     _check_placement(row, made, stages_per_rank, stages_per_rank=stages_per_rank)
     return made

@@ -83,9 +83,9 @@ def _share_afterwards(engine: Engine, optimizer: Optimizer, others: Sequence[tor
         refused |= versions != list(map(_version, others)) or any(optimizer.state.get(each) for each in others)
         # After a loss an elastic run may make an update with no other ranks to send to.
         engine.recovery.complete_update(functools.partial(_share, engine, optimizer, refused))
-        # After the step of a base class this comes again: at the end of the step that has called it. Weights are sent
-        # both times, as what comes between may read them, or change them in ways that no version shows; in an elastic
-        # run at the end alone.
+        # If a class's `step` calls its base's, torch calls this twice: after the inner step and after the outer one.
+        # Weights are sent both times, as what comes between may read them, or change them in ways that no version
+        # shows; in an elastic run after the outer one alone.
         versions[:] = map(_version, others)
 
     handle = optimizer.register_step_post_hook(torch.compiler.disable(after_step))

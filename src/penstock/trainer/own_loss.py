@@ -175,13 +175,15 @@ class OwnLoss(TrainerAdapter):
         unless it is divided for these already.
 
         transformers' `loss_is_scaled_for_ga` says whether it is: classes of trainers set it to True or False. If it is
-        None, the loss is divided already if it was given the number of labels in the accumulation. Of the classes
+        None, the loss is divided already if it was given the number of labels in the accumulation, or is made by a
+        `compute_loss_func`. Of the classes
         derived from this one only `UsersLoss` passes that number.
         """
         trainer = self.trainer
         scaled = trainer.loss_is_scaled_for_ga
         if scaled is None:
-            scaled = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
+            by_number = trainer.model_accepts_loss_kwargs and NUM_ITEMS in inputs
+            scaled = by_number or trainer.compute_loss_func is not None
         return len(self.engine.layout.pipelines) * (1 if scaled else trainer.current_gradient_accumulation_steps)
 
     def metrics(self, inputs: Mapping[str, Any]) -> Metrics:

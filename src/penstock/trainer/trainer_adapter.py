@@ -127,10 +127,11 @@ class TrainerAdapter:
         """The loss of a batch is divided by this before its backward.
 
         - A loss that is divided by `num_items_in_batch`, the number of labels in all batches of an optimizer's step, is
-          its part of the sum already: by 1.
+          its part of the sum already: by 1, or by the batches of an accumulation if the trainer's
+          `loss_is_scaled_for_ga` is False.
         - Another one is a mean of its own, and the step's loss is the mean of these: by the batches of an accumulation,
-          unless the trainer's `loss_is_scaled_for_ga` says otherwise;
-        - and by the replicas, if the engine only adds up their means (`Engine.own_means`).
+          unless that attribute is True; and by the replicas, if the engine only adds up their means
+          (`Engine.own_means`).
         """
         of_all = NUM_ITEMS in inputs
         scaled = self.trainer.loss_is_scaled_for_ga  # what the user's class says of an accumulation, if it does

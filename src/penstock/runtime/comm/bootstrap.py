@@ -201,13 +201,11 @@ def find_place(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def first_host(environment: Mapping[str, str]) -> str:
-    """The first host of a SLURM node list such as `gpu[03-06,9],login1`, without calling SLURM; else this machine."""
+    """The first host of a SLURM node list such as `gpu[03-06,9],login1` or `rack[0-1]n[1-4]`, without calling SLURM;
+    else this machine."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
-    if match is None:
-        return "127.0.0.1"
-    prefix, numbers = match.groups()
-    return prefix + (re.split(r"[,-]", numbers)[0] if numbers else "")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return "127.0.0.1" if first is None else re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
 
 
 def default_store() -> dist.Store | None:

@@ -142,7 +142,8 @@ class FailureBoard:
         detail_wait: how many seconds this rank waits to learn more of a failure before it raises.
         find_fault: finds a fault that no call raises, and the ranks to blame; the watcher asks.
         keys: of the job's store, those of this board; None if there is nobody to tell.
-        resume: the calls that load what this run has saved or loaded last, by what they load.
+        resume: the calls that load what this run has saved last, by what they load: the checkpoint of a run, which is
+            all of it and may also be loaded here, or its parts.
 
     Args:
         watch: this process's `watcher.Watch`, None if there is nobody to watch.
@@ -211,8 +212,8 @@ class FailureBoard:
     # -- failing ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the job's failure if there is one. The main thread looks after a wait that broke, in one that
-        may be long also meanwhile, and after the loop's body."""
+        """Raise the job's failure if there is one. The main thread calls this after a wait that broke, during long
+        waits, and after the loop's body."""
         if self.failed is not None:
             raise self._explained_failure()
 
@@ -398,7 +399,7 @@ class FailureBoard:
     def advice(self) -> str:
         """The advice how to go on after the end of this job."""
         if self.resume:
-            calls = " and ".join(self.resume.values())
+            calls = self.resume.get("checkpoint") or " and ".join(self.resume.values())
             return f"To go on, start the job again and load the last checkpoint: {calls}"
         return (
             "To go on, start the job again; this run has saved no checkpoint, so load an earlier one if there is one "

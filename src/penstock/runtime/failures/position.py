@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 10.0
 CALLS_KEPT = 64
 # A rank whose innermost Python code is here waits for another one, unless it is in a module that computes: a backward,
 # weight gradients.
-WAITING_PACKAGES = ("penstock.runtime.", "penstock.checkpoint.file_specs")
+WAITING_PACKAGES = ("penstock.runtime.",)
 COMPUTING_MODULES = ("penstock.runtime.loss_proxy", "penstock.runtime.gradients.weight_gradients")
 # Looked through: what others call in order to wait.
 TRANSPARENT_PACKAGES = (
