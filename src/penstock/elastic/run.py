@@ -129,9 +129,9 @@ class ElasticRun:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def run_call(self, work: Callable[[], T], trains: bool, local: bool = False) -> T:
-        """Make a call in which all ranks take part, or with `local` this one alone, however many are lost meanwhile; see
-        `LoggedCall`. An error of `work` is raised, unless it says that a rank was lost. Raises RunEnded if those that
-        are left cannot go on, LeftOut if they go on without this one."""
+        """Make a call in which all ranks take part, or with `local` this one alone, however many are lost meanwhile;
+        see `LoggedCall`. An error of `work` is raised, unless it says that a rank was lost. Raises RunEnded if those
+        that are left cannot go on, LeftOut if they go on without this one."""
         result: T = self._run_logged(LoggedCall(work, trains, local))
         return result
 
