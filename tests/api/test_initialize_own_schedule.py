@@ -345,7 +345,7 @@ def test_a_registered_schedule_for_any_number_of_stages_is_checked_for_each() ->
         register_schedule("loops", in_loops)
         assert (build("loops", 2, 4).num_stages, build("loops", 2, 4, 3).num_stages) == (4, 6)
         assert build("loops", 2, 4, 3).name == "loops"
-        with pytest.raises(ScheduleError, match="asked for 4 stages per rank, but its maker gave one with 2"):
+        with pytest.raises(ScheduleError, match="has 4 stages per rank, but its maker gave one with 2 for 2 ranks"):
             build("loops", 2, 4, 4)
         with pytest.raises(ScheduleError, match="'loops' on 2 ranks with 4 microbatches: rank 0 is missing"):
             build("loops", 2, 4, 5)

@@ -152,7 +152,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
                 function(tmp_path, model=model, **options)
     with pytest.raises(TypeError, match="model must be a torch module, got str"):
         penstock.save_checkpoint(tmp_path, model="gpt2")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="model is wrapped by OptimizedModule, which changes its names"):
+    with pytest.raises(
+        TypeError, match="model is a OptimizedModule, whose weights may have other names: give the model itself"
+    ):
         penstock.save_checkpoint(tmp_path, model=torch.compile(model), step=1)
     with pytest.raises(ValueError, match="step is missing: without pipelines nobody counts the steps"):
         penstock.save_checkpoint(tmp_path, model=model)
@@ -370,6 +372,23 @@ def advice_around_an_asynchronous_save(folder: Path) -> list[bool]:
 
 def test_a_checkpoint_is_advised_once_it_is_whole(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(1, advice_around_an_asynchronous_save, tmp_path) == [[True, False, False, True]]
+
+
+def advice_after_saves(folder: Path) -> list[str]:
+    """Of a run, then of weights alone, then of weights and the optimizer, as the booster saves them."""
+    model = parallelize(gpt2(1), 1)
+    penstock.save_checkpoint(folder / "run", model=model, step=1)
+    model.save_pretrained(folder / "best")
+    advices = [model.pipeline.board.advice()]
+    resume = model.pipeline.board.resume
+    resume["model"], resume["optimizer"] = "the newer model", "its optimizer"
+    return [*advices, model.pipeline.board.advice()]
+
+
+def test_the_advice_is_one_state_of_the_run(pool: Pool, tmp_path: Path) -> None:
+    ((of_run, of_parts),) = pool.run(1, advice_after_saves, tmp_path)
+    assert of_run.endswith(f"load the last checkpoint: penstock.load_checkpoint('{tmp_path}/run', ...)")
+    assert of_parts.endswith("load the last checkpoint: the newer model and its optimizer")
 
 
 def test_what_goes_wrong_meanwhile_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def save_by_own_method(model: Any, name: str, args: tuple[Any, ...], kwargs: dic
     with model.pipeline.saving(Call.SAVE_BY_OWN_METHOD):
         reports = tell_reports(world, what, report)
         world.together(f"running {name}() to {what}", lambda: each_file(whole, reports, world, call))
-    model.pipeline.board.resume["model"] = f"what {type(model).__name__}.{name}() has written"
+    model.pipeline.board.resume.setdefault("model", f"what {type(model).__name__}.{name}() has written")
     return returned[0] if returned else None
 
 

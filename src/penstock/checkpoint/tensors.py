@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes in memory order; without a copy if it is contiguous."""
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().data
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -188,7 +188,7 @@ def load_checkpoint(
     Pipelines, stages and tensor-parallel ranks may be other ones than in the run that saved, also a single process.
     Every rank calls it, and reads only what it needs. Nothing in a file is run. Values go into the objects that are
     given, which stay the same objects. What is not given is not loaded, except the states of random generators, the
-    seed of dropout and the number of steps begun, which always are.
+    seed of dropout and the numbers of steps and evaluations begun, which always are.
 
     Args:
         folder: as given to `save_checkpoint`, or the folder of one of its checkpoints.
@@ -206,12 +206,14 @@ def load_checkpoint(
         folder = os.path.abspath(folder)
         if not os.path.isdir(folder):
             raise CheckpointError(f"{folder} is no directory")
-        found = find_checkpoints(folder)
-        if which != LATEST:
-            steps = ", ".join(str(each.step) for each in found if each.step is not None and each.has_table)
-            raise CheckpointError(f"{folder} holds no checkpoint of step {which}, but of {steps or 'none'}")
-        weights = "; it holds weights without a training state: load them alone, with from_parallelized"
-        raise CheckpointError(f"{folder} holds no whole checkpoint" + weights * any(each.has_table for each in found))
+        found = [each for each in find_checkpoints(folder) if each.has_table]
+        of_run = [each for each in found if each.path != folder or each.is_of_run]
+        steps = ", ".join(str(each.step) for each in of_run if each.step is not None)
+        wanted = "whole checkpoint" if which == LATEST else f"checkpoint of step {which}"
+        others = f", but of {steps}" if steps and which != LATEST else ""
+        if len(of_run) < len(found):
+            others += "; it holds weights without a training state: load them alone, with from_parallelized"
+        raise CheckpointError(f"{folder} holds no {wanted}{others}")
     return loaded
 
 
@@ -321,7 +323,7 @@ class Participants:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch module, got {type(model).__name__}")
         if (wrapper := wrapper_of(model)) is not None:
-            raise TypeError(f"model is wrapped by {wrapper}, which changes its names: give the module inside")
+            raise TypeError(f"model is a {wrapper}, whose weights may have other names: give the model itself")
         self.engine = engine_of(model)
         if self.engine is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

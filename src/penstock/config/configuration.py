@@ -233,7 +233,12 @@ LONGEST = 1e9
 
 
 def _is_positive_number(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, Real) and bool(0 < value <= LONGEST)  # type: ignore[operator]
+    if type(value) is bool or not isinstance(value, Real):
+        return False
+    try:
+        return 0 < float(value) <= LONGEST
+    except OverflowError:
+        return False
 
 
 def _is_range(value: object) -> bool:

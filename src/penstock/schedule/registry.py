@@ -264,7 +264,8 @@ def _check_placement(row: NamedSchedule, made: Schedule, num_stages: int, **more
         return
     if (given := _equal_share(made)) != num_stages:
         raise ScheduleError(
-            f"schedule {row.name!r} was asked for {num_stages} stages per rank, but its maker gave one with {given}"
+            f"schedule {row.name!r} has {num_stages} stages per rank, but its maker gave one with {given} for "
+            f"{made.num_ranks} ranks"
         )
     with_one = _built(row, made.num_ranks, 1, **more).stage_to_rank
     if made.stage_to_rank != with_one:

@@ -399,7 +399,10 @@ class FailureBoard:
     def advice(self) -> str:
         """The advice how to go on after the end of this job."""
         if self.resume:
-            calls = self.resume.get("checkpoint") or " and ".join(self.resume.values())
+            parts = dict(self.resume)
+            whole = parts.pop("checkpoint", None) or parts.pop("trainer", None)
+            # Weights alone do not take a run's place, but with the optimizer they do: both were saved after it then.
+            calls = whole if whole and "optimizer" not in parts else " and ".join(parts.values())
             return f"To go on, start the job again and load the last checkpoint: {calls}"
         return (
             "To go on, start the job again; this run has saved no checkpoint, so load an earlier one if there is one "
