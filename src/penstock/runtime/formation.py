@@ -145,7 +145,8 @@ def connect_ranks(
     engine.begin_formation(parts)
     random_replicas = share_progress(context, engine)
     engine.num_evaluations = 0  # of ranks that come new, too
-    with board.guard("sharing weights and random numbers before the first step", context.everyone):
+    # A rank that is lost in the first step, when this one has all that it needs, leaves it a member of an elastic run.
+    with board.guard("sharing weights and random numbers before the first step", context.everyone, looks_after=False):
         parts.connect()
         fill_in_weights()
         share_random_state(context, random_replicas)

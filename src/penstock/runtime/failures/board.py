@@ -263,9 +263,10 @@ class FailureBoard:
                 self.hear(json.loads(written))
 
     @contextlib.contextmanager
-    def guard(self, doing: str, peers: Sequence[int] = ()) -> Iterator[None]:
+    def guard(self, doing: str, peers: Sequence[int] = (), looks_after: bool = True) -> Iterator[None]:
         """Communication with `peers`, who wait for this rank: an error in here is an error on every rank. A transport's
-        becomes a PipelineFailure that names who is gone. Any other is this rank's own."""
+        becomes a PipelineFailure that names who is gone. Any other is this rank's own. `looks_after`: raise a failure
+        that is known by the end, though all went well here; else the next call raises it."""
         try:
             with self.position.doing(doing):
                 if self.failed is not None:
@@ -275,7 +276,7 @@ class FailureBoard:
             raise
         except Exception as error:
             self._raise_first(doing, peers, error)
-        if self.failed is not None:
+        if looks_after and self.failed is not None:
             self.check()
 
     @contextlib.contextmanager
