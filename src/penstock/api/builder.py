@@ -29,7 +29,7 @@ from penstock.modeling.graph.shapes import ShapeFunctions
 from penstock.modeling.graph.units import units_and_functions
 from penstock.modeling.graph.whole_inputs import inputs_without_samples
 from penstock.modeling.instrumentation import known_of, record_of
-from penstock.modeling.libraries import wrapper_of
+from penstock.modeling.libraries import WRAPPERS, wrapper_of
 from penstock.modeling.packed_layers import mark_packed
 from penstock.nested import is_record, walkable
 from penstock.runtime.comm.devices import device_memory, local_device
@@ -190,17 +190,6 @@ def _different_units(model: nn.Module, first: Sequence[str], theirs: Sequence[st
         f"only: {', '.join(only[:5])}{' ...' if len(only) > 5 else ''}): use the same versions of Penstock, torch and "
         "transformers on all ranks, and the same files of the model"
     )
-
-
-# Of `wrapper_of`, what to do instead.
-WRAPPERS = {
-    "OptimizedModule": "torch.compile() made it. Pass the model itself, and call model.compile() afterwards",
-    "DistributedDataParallel": "start more processes than stages instead: further pipelines are replicas",
-    "FullyShardedDataParallel": "leave it out: the stages take its place",
-    "FSDPModule": "leave fully_shard() out: the stages take its place",
-    "DataParallel": "leave it out: each process drives one device",
-    "ScriptModule": "pass the model that was scripted",
-}
 
 
 def check_whole_model(model: Any, caller: str) -> None:

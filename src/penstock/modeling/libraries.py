@@ -37,17 +37,22 @@ def is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-# Classes of torch that wrap a model, by their names, as importing some of them takes long.
-_WRAPPERS = {
-    *("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"),
-    "ScriptModule",
+# Classes of torch that wrap a model, by their names, as importing some of them takes long; and what to do instead of
+# giving one to `initialize`.
+WRAPPERS = {
+    "OptimizedModule": "torch.compile() made it. Pass the model itself, and call model.compile() afterwards",
+    "DistributedDataParallel": "start more processes than stages instead: further pipelines are replicas",
+    "FullyShardedDataParallel": "leave it out: the stages take its place",
+    "FSDPModule": "leave fully_shard() out: the stages take its place",
+    "DataParallel": "leave it out: each process drives one device",
+    "ScriptModule": "pass the model that was scripted",
 }
 
 
 def wrapper_of(model: nn.Module) -> str | None:
     """The class of torch by which a model is wrapped, such as DistributedDataParallel; None if it is not."""
     names = (cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("torch."))
-    return next((name for name in names if name in _WRAPPERS), None)
+    return next((name for name in names if name in WRAPPERS), None)
 
 
 def base_of(model: Any) -> Any:
