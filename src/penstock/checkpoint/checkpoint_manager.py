@@ -122,8 +122,8 @@ class CheckpointManager:
         manager does not save all of the run's `objects`."""
         optimizer = self._state["optimizer"]
         saved = [id(value) for value in (*self._state.values(), loss_scale_of(optimizer)) if value is not None]
-        missing = [] if optimizer is not None else ["optimizer"]
-        if missing := [*missing, *(name for name, value in objects.items() if id(value) not in saved)]:
+        missing = ["optimizer"] * (optimizer is None) + [name for name, one in objects.items() if id(one) not in saved]
+        if missing:
             logger.warning("the run cannot go back to %s, which is without %s", self.folder, ", ".join(missing))
             return None
         if not os.path.isdir(self.folder):

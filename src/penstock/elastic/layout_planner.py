@@ -120,14 +120,14 @@ class LayoutPlanner:
         waiting: list[int] = []
         decided = decide(going_on, [])
         if decided.restore:
-            waiting, joining = joining, waiting
+            waiting, joining = joining, []
         elif joining:
             decided = decide(going_on, joining)
         while decided.reason_to_stop and joining:
             membership.refuse(joining.pop(), decided.reason_to_stop)  # the members go on without the last who came
             decided = decide(going_on, joining)
         if decided.restore and joining:  # the members alone are too few to go back
-            waiting, joining = joining, waiting
+            waiting, joining = joining, []
             decided = decide(going_on, joining)
         if handing_over and not decided.joining:
             handing_over, decided = False, decide((), ())

@@ -31,7 +31,7 @@ PLAIN, DEFERRING, ZERO_BUBBLE_V = "1f1b", "zb-h1", "zb-v"
 DEEP = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)  # a row is one by identity, as a maker may have no hash
 class NamedSchedule:
     """A kind of schedule, for any number of ranks and microbatches.
 
